@@ -1,0 +1,211 @@
+"""The server's settings: one frozen `TaperConfig`, CLI > environment > default.
+
+The only module that reads `SGLANG_TAPER_*` environment variables. Each field knows
+its flag, unit, accepted values and one sentence of help; `add_flags` and docs are
+made from them, so nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sglang_taper.errors import FieldError
+from sglang_taper.policy.types import PolicyParams
+
+ENV_PREFIX = "SGLANG_TAPER_"
+NO_POLICY = "none"
+DEADLINES = ("schedule", "progress")
+UTILITIES = ("linear", "concave", "priority")
+ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
+
+
+@dataclass(frozen=True)
+class Range:
+    """An open-ended numeric range, `low < x` or `low <= x`, and `x <= high`."""
+
+    low: float
+    high: float
+    include_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.include_low else value > self.low
+        return above and value <= self.high
+
+    def __str__(self) -> str:
+        relation = "at least" if self.include_low else "above"
+        return f"{relation} {self.low:g} and at most {self.high:g}"
+
+
+def _setting(
+    default: Any, help: str, accepted: Any, kind: type = str, metavar: str | None = None
+) -> Any:
+    meta = {"help": help, "accepted": accepted, "kind": kind, "metavar": metavar}
+    return field(default=default, metadata=meta)
+
+
+_MS = Range(0, 86_400_000)
+
+
+@dataclass(frozen=True)
+class TaperConfig:
+    """Settings of one server. Field `x_y` is flag `--x-y` and env `SGLANG_TAPER_X_Y`."""
+
+    branch_policy: str = _setting(
+        NO_POLICY,
+        "Which branches of a request decode in a step: none (no engine hook at all), "
+        "off (one per request), eager (all), cap (at most --branch-cap per request), "
+        "taper (as many as the slack budget allows), or a policy registered by name.",
+        None,
+        metavar="POLICY",
+    )
+    branch_cap: int = _setting(
+        2, "Branches per request and step with --branch-policy cap.",
+        Range(1, 4096, include_low=True), int,
+    )
+    deadline: str = _setting(
+        "schedule",
+        "When a request's next token is due: schedule (first token + k x TPOT) or "
+        "progress (last token + TPOT, as in the paper).",
+        DEADLINES,
+    )
+    slack_fraction: float | None = _setting(
+        None,
+        "Share rho of the slack that extra branches may use in one step "
+        "(default: 0.3 with schedule, 0.8 with progress).",
+        Range(0, 1, include_low=True), float,
+    )
+    ttft_slo_ms: float = _setting(
+        2000.0, "Default time-to-first-token target of a request.", _MS, float
+    )
+    tpot_slo_ms: float = _setting(
+        50.0, "Default time-per-output-token target of a request.", _MS, float
+    )
+    branch_utility: str = _setting(
+        "linear",
+        "What an extra branch is worth: linear, concave (diminishing in the width of "
+        "its request) or priority (weighted by the request's priority).",
+        UTILITIES,
+    )
+    latency_profile: str | None = _setting(
+        None, "Step-latency profile (JSON) to start from; skips start-up calibration.",
+        None, metavar="FILE",
+    )
+    shared_prefix_attention: str = _setting(
+        "auto",
+        "Attention that reads a shared prefix once per group.", ATTENTIONS,
+    )
+    fork_pin_ttl_s: float = _setting(
+        60.0,
+        "Seconds a request without a running branch is remembered, and its prefix "
+        "kept, for its next stage.",
+        Range(0, 86_400, include_low=True), float,
+    )
+    max_pinned_fraction: float = _setting(
+        0.5, "Largest share of the KV pool that fork pins may hold.",
+        Range(0, 1, include_low=True), float,
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None or f.default is not None:
+                object.__setattr__(self, f.name, _checked(f, value))
+
+    @property
+    def enabled(self) -> bool:
+        """False with policy `none`: then no engine hook is registered."""
+        return self.branch_policy != NO_POLICY
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        return PolicyParams(
+            policy=self.branch_policy,
+            cap=self.branch_cap,
+            rho=self.slack_fraction,
+            deadline=self.deadline,
+            utility=self.branch_utility,
+            ttft_slo_ms=self.ttft_slo_ms,
+            tpot_slo_ms=self.tpot_slo_ms,
+        )
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _checked(f: Any, value: object) -> object:
+    """`value` converted and in range, or FieldError naming flag, value and range."""
+    kind, accepted = f.metadata["kind"], f.metadata["accepted"]
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        converted = kind(value)
+    except (TypeError, ValueError):
+        expected = f"{kind.__name__} {accepted or ''}".strip()
+        raise FieldError(flag_of(f.name), value, expected) from None
+    if accepted is not None and converted not in accepted:
+        shown = accepted if isinstance(accepted, Range) else "one of " + ", ".join(accepted)
+        raise FieldError(flag_of(f.name), value, str(shown))
+    return converted
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group "branch parallelism"; absent flags stay absent (SUPPRESS)."""
+    group = parser.add_argument_group("branch parallelism (sglang_taper)")
+    for f in fields(TaperConfig):
+        accepted = f.metadata["accepted"]
+        group.add_argument(
+            flag_of(f.name),
+            dest=f.name,
+            default=argparse.SUPPRESS,
+            metavar=f.metadata["metavar"] or _metavar(accepted, f.metadata["kind"]),
+            help=_help(f),
+        )
+
+
+def _metavar(accepted: object, kind: type) -> str:
+    if isinstance(accepted, tuple):
+        return "{" + ",".join(accepted) + "}"
+    return kind.__name__.upper()
+
+
+def _help(f: Any) -> str:
+    text: str = f.metadata["help"]
+    if isinstance(f.metadata["accepted"], Range):
+        text += f" Accepted: {f.metadata['accepted']}."
+    if f.default is not None:
+        text += f" Default: {f.default}."
+    return text.replace("%", "%%")
+
+
+def setting_names() -> tuple[str, ...]:
+    return tuple(f.name for f in fields(TaperConfig))
+
+
+def load(
+    cli: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> TaperConfig:
+    """The settings in force: `cli`, else `env` (default: os.environ), else `defaults`.
+
+    Raises FieldError for an unknown CLI key or an unacceptable value.
+    """
+    env = os.environ if env is None else env
+    chosen: dict[str, object] = dict(defaults or {})
+    for name in setting_names():
+        if env_of(name) in env:
+            chosen[name] = env[env_of(name)]
+    chosen.update(cli or {})
+    for name in chosen:
+        if name not in setting_names():
+            raise FieldError(name, chosen[name], "known: " + ", ".join(setting_names()))
+    return TaperConfig(**chosen)  # type: ignore[arg-type]

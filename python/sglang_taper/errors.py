@@ -1,0 +1,35 @@
+"""What can go wrong, as a tree.
+
+TaperError
+├── FieldError            a value from outside is not acceptable (HTTP 400, exit code 2)
+│   └── UnsupportedMode   the server was asked for a mode we refuse
+├── HookError             SGLang is not what our hooks were written against
+└── ModelUnavailable      the embedded model can not be built or found
+"""
+
+
+class TaperError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class FieldError(TaperError, ValueError):
+    """A value from outside is wrong: names the field, the value and what is accepted."""
+
+    def __init__(self, field: str, value: object, accepted: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}={shown} is not valid: {accepted}")
+        self.field, self.value, self.accepted = field, value, accepted
+
+
+class UnsupportedMode(FieldError):
+    """A mode of SGLang that branch policies do not work with, refused at start-up."""
+
+
+class HookError(TaperError):
+    """A hook target is missing, has changed, or was not patched."""
+
+
+class ModelUnavailable(TaperError):
+    """The embedded model is neither in the cache nor obtainable."""

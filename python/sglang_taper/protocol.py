@@ -1,0 +1,110 @@
+"""Wire names and checks shared by client, tokenizer process and scheduler.
+
+The metadata of a branch is one flat dict of scalars at
+`sampling_params.custom_params["taper"]` (docs/architecture.md, "Wire format").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sglang_taper.errors import FieldError
+
+CUSTOM_PARAMS_KEY = "taper"
+META_INFO_KEY = "taper"
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+
+GROUP_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+MAX_WIDTH = 4096
+MAX_DEPTH = 64
+MAX_STAGE = 1_000_000
+MAX_SLO_MS = 86_400_000.0
+MAX_PRIORITY = 1_000_000.0
+MAX_RID_LENGTH = 256
+
+
+class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Validated metadata of one branch. Without `group` the request stands alone."""
+
+    group: str | None = None
+    branch: int = 0
+    width: int = 1
+    parent: str | None = None
+    depth: int = 0
+    stage: int = 0
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    priority: float | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        return {k: v for k, v in msgspec.to_builtins(self).items() if v is not None}
+
+
+def _check_integer(field: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise FieldError(field, value, f"an integer from {low} to {high}")
+    return value
+
+
+def check_positive(field: str, value: object, high: float) -> float:
+    """`value` as a float in (0, high]; raises FieldError naming the field."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FieldError(field, value, f"a number above 0 and at most {high:g}")
+    if not 0 < value <= high:  # also catches NaN
+        raise FieldError(field, value, f"a number above 0 and at most {high:g}")
+    return float(value)
+
+
+def _check_group(field: str, value: object) -> str:
+    if not isinstance(value, str) or not GROUP_PATTERN.fullmatch(value):
+        raise FieldError(field, value, "1 to 128 characters of A-Z a-z 0-9 _ . : -")
+    return value
+
+
+def _check_parent(field: str, value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_RID_LENGTH:
+        raise FieldError(field, value, f"a request id of 1 to {MAX_RID_LENGTH} characters")
+    return value
+
+
+_CHECKS = {
+    "group": _check_group,
+    "branch": lambda f, v: _check_integer(f, v, 0, MAX_WIDTH - 1),
+    "width": lambda f, v: _check_integer(f, v, 1, MAX_WIDTH),
+    "parent": _check_parent,
+    "depth": lambda f, v: _check_integer(f, v, 0, MAX_DEPTH),
+    "stage": lambda f, v: _check_integer(f, v, 0, MAX_STAGE),
+    "ttft_slo_ms": lambda f, v: check_positive(f, v, MAX_SLO_MS),
+    "tpot_slo_ms": lambda f, v: check_positive(f, v, MAX_SLO_MS),
+    "priority": lambda f, v: check_positive(f, v, MAX_PRIORITY),
+}
+
+
+# A request that is not a branch may still bring these.
+STANDALONE_KEYS = frozenset({"ttft_slo_ms", "tpot_slo_ms", "priority"})
+
+
+def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> BranchMeta:
+    """Check a metadata dict from outside.
+
+    Raises FieldError naming the first bad field, its value and the accepted range.
+    A key whose value is None counts as absent.
+    """
+    if not isinstance(raw, Mapping):
+        raise FieldError(field, raw, f"an object with keys {', '.join(_CHECKS)}")
+    for key in raw:
+        if key not in _CHECKS:
+            raise FieldError(f"{field}.{key}", raw[key], f"known keys are {', '.join(_CHECKS)}")
+    given = {k: v for k, v in raw.items() if v is not None}
+    if "group" not in given and not STANDALONE_KEYS.issuperset(given):
+        raise FieldError(f"{field}.group", None, "required: the id of the request")
+    checked = {k: _CHECKS[k](f"{field}.{k}", v) for k, v in given.items()}
+    meta = BranchMeta(**checked)
+    if meta.branch >= meta.width and "width" in given:
+        raise FieldError(f"{field}.branch", meta.branch, f"less than width={meta.width}")
+    return meta
