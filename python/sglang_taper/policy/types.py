@@ -5,6 +5,9 @@ in batch order) because it is rebuilt at every decode step for up to hundreds of
 rows: see docs/adr/0002. `StepView.row(i)` gives one row as a `BranchView`.
 
 Times are milliseconds on the step clock; only differences have a meaning.
+
+Hundreds of these are made per second and none is part of a reference cycle, hence
+`gc=False`: they do not make the garbage collector run.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 
-class LatencyCoefficients(msgspec.Struct, frozen=True):
+class LatencyCoefficients(msgspec.Struct, frozen=True, gc=False):
     """Step latency `T = a + b*rows + c*kv_tokens` (TAPER section 3; never negative).
 
     `kv_tokens` counts a prefix shared by a group once when `shared_read_once`, else
@@ -49,7 +52,7 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 0.3 if self.deadline == "schedule" else 0.8
 
 
-class BranchView(msgspec.Struct, frozen=True):
+class BranchView(msgspec.Struct, frozen=True, gc=False):
     """One row of the decode batch. Made on demand by `StepView.row`."""
 
     row: int
@@ -63,7 +66,7 @@ class BranchView(msgspec.Struct, frozen=True):
     must_run: bool
 
 
-class RequestView(msgspec.Struct, frozen=True):
+class RequestView(msgspec.Struct, frozen=True, gc=False):
     """One request: the branches it has in the batch, its SLOs, its progress.
 
     `rows` are ascending row indices, at least one. `first_token_ms` is None until
@@ -87,7 +90,7 @@ class RequestView(msgspec.Struct, frozen=True):
     priority: float = 1.0
 
 
-class StepView(msgspec.Struct, frozen=True):
+class StepView(msgspec.Struct, frozen=True, gc=False):
     """Everything a policy may know about the next decode step."""
 
     step: int
@@ -126,7 +129,7 @@ class StepView(msgspec.Struct, frozen=True):
         )
 
 
-class AdmissionPlan(msgspec.Struct, frozen=True):
+class AdmissionPlan(msgspec.Struct, frozen=True, gc=False):
     """The rows that run in this decode step, and why no more of them.
 
     `rows` is ascending and never empty for a non-empty view. `reason` is the binding

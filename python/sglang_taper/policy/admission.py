@@ -1,0 +1,252 @@
+"""Which branches decode in this step: the policy protocol, its registry, and TAPER."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from math import log1p
+from typing import Protocol
+
+from sglang_taper.errors import FieldError
+from sglang_taper.policy.baselines import (
+    CapPolicy,
+    EagerPolicy,
+    OffPolicy,
+    choose_baseline,
+    waiting_order,
+)
+from sglang_taper.policy.latency import predict_ms
+from sglang_taper.policy.slack import step_slack
+from sglang_taper.policy.types import AdmissionPlan, StepView
+
+__all__ = [
+    "AdmissionPolicy",
+    "TaperPolicy",
+    "choose_baseline",
+    "make_policy",
+    "policy_names",
+    "register_policy",
+    "step_kv_tokens",
+]
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+# `none` on the command line means that no policy is installed at all.
+_RESERVED = "none"
+
+
+class AdmissionPolicy(Protocol):
+    """Chooses the rows of a decode step.
+
+    `plan` must be a function of its argument alone: no clock, no randomness, no
+    state, so that all tensor-parallel ranks agree. It answers with every `must_run`
+    row and at least one row of every request.
+    """
+
+    def plan(self, step: StepView) -> AdmissionPlan: ...
+
+
+_factories: dict[str, Callable[[], AdmissionPolicy]] = {}
+
+
+def register_policy(name: str, factory: Callable[[], AdmissionPolicy]) -> None:
+    """Make `factory` available as policy `name`.
+
+    Raises FieldError for a name that is not `[a-z][a-z0-9_-]*`, is `none`, or is
+    taken by another factory.
+    """
+    if not _NAME.fullmatch(name) or name == _RESERVED:
+        raise FieldError("policy", name, f"[a-z][a-z0-9_-]* other than {_RESERVED}")
+    if _factories.setdefault(name, factory) is not factory:
+        raise FieldError("policy", name, "a name that is not registered yet")
+
+
+def make_policy(name: str) -> AdmissionPolicy:
+    """A new policy object; raises FieldError listing the known names."""
+    if name not in _factories:
+        raise FieldError("policy", name, "one of " + ", ".join(policy_names()))
+    return _factories[name]()
+
+
+def policy_names() -> tuple[str, ...]:
+    return tuple(sorted(_factories))
+
+
+def step_kv_tokens(view: StepView, rows: list[int]) -> int:
+    """KV tokens a step of `rows` reads, as `LatencyCoefficients` counts them.
+
+    With `shared_read_once` the longest shared prefix among a request's rows counts
+    once, and each row adds what is its own.
+    """
+    context = sum(map(view.context_tokens.__getitem__, rows))
+    if not view.model.shared_read_once:
+        return context
+    shared = sum(map(view.shared_tokens.__getitem__, rows))
+    return context - shared + sum(_shared_prefixes(view, rows))
+
+
+def _shared_prefixes(view: StepView, rows: list[int]) -> list[int]:
+    """Per request the longest `shared_tokens` among `rows`; 0 without a row."""
+    prefixes = [0] * len(view.requests)
+    for row in rows:
+        request, shared = view.request_of_row[row], view.shared_tokens[row]
+        if shared > prefixes[request]:
+            prefixes[request] = shared
+    return prefixes
+
+
+def _added_tokens(view: StepView, baseline: list[int]) -> list[int]:
+    """KV tokens each row would add to a step that holds `baseline`.
+
+    An upper bound for rows that share a longer prefix than their baseline row does,
+    exact otherwise.
+    """
+    if not view.model.shared_read_once:
+        return view.context_tokens
+    prefixes = _shared_prefixes(view, baseline)
+    return [
+        context - (shared if shared < prefixes[request] else prefixes[request])
+        for context, shared, request in zip(
+            view.context_tokens, view.shared_tokens, view.request_of_row, strict=True
+        )
+    ]
+
+
+class TaperPolicy:
+    """Fill the step with extra branches while it fits the slack budget (TAPER).
+
+    Budget: `max(T0, (1 - stall_share) * (T0 + rho * max(0, slack - T0)))` with T0
+    the predicted S0 and `slack` from `step_slack`. Extra rows come in the order of
+    marginal utility per predicted marginal millisecond, ties longest waiting first,
+    up to the first one that does not fit. Replanned from scratch at every step.
+    Raises FieldError for an unknown `params.utility`.
+    """
+
+    def plan(self, step: StepView) -> AdmissionPlan:
+        if step.params.utility not in _RANKINGS:
+            accepted = "one of " + ", ".join(_RANKINGS)
+            raise FieldError("utility", step.params.utility, accepted)
+        order = waiting_order(step)
+        baseline = choose_baseline(step, order)
+        if not step.model.trusted:
+            full = len(baseline) == step.num_rows
+            return AdmissionPlan(baseline, "all" if full else "fallback")
+        kv_tokens = step_kv_tokens(step, baseline)
+        baseline_ms = predict_ms(step.model, len(baseline), kv_tokens)
+        slack_ms = step_slack(step, baseline_ms)
+        budget_ms = _budget_ms(step, baseline_ms, slack_ms)
+        rows, predicted_ms = _fill(step, order, baseline, kv_tokens, budget_ms)
+        return AdmissionPlan(
+            rows=rows,
+            reason="all" if len(rows) == step.num_rows else "budget",
+            baseline_ms=baseline_ms,
+            predicted_ms=predicted_ms,
+            budget_ms=budget_ms,
+            min_slack_ms=slack_ms,
+        )
+
+
+def _budget_ms(
+    step: StepView, baseline_ms: float, slack_ms: float | None
+) -> float | None:
+    """Time the step may take, S0 at least; None when nothing is protected."""
+    if slack_ms is None:
+        return None
+    spare_ms = max(0.0, slack_ms - baseline_ms)
+    wanted_ms = baseline_ms + step.params.slack_fraction * spare_ms
+    return max(baseline_ms, (1 - step.stall_share) * wanted_ms)
+
+
+def _fill(
+    step: StepView,
+    order: list[int],
+    baseline: list[int],
+    kv_tokens: int,
+    budget_ms: float | None,
+) -> tuple[list[int], float]:
+    """The rows that fit `budget_ms` (None: all), ascending, and their predicted ms."""
+    model, num_baseline = step.model, len(baseline)
+    added = _added_tokens(step, baseline)
+    added_by_extra = sum(added) - sum(map(added.__getitem__, baseline))
+    all_ms = predict_ms(model, step.num_rows, kv_tokens + added_by_extra)
+    if budget_ms is None or all_ms <= budget_ms:
+        return list(range(step.num_rows)), all_ms
+    chosen = set(baseline)
+    extra = [row for row in order if row not in chosen]
+    extra = _ranked(step, baseline, extra, added)
+    totals = list(accumulate([added[row] for row in extra], initial=kv_tokens))
+
+    def step_ms(count: int) -> float:
+        return predict_ms(model, num_baseline + count, totals[count])
+
+    # S0 (count 0) always runs, so the search is for how many more fit.
+    count = bisect_right(range(1, len(totals)), budget_ms, key=step_ms)
+    return sorted(baseline + extra[:count]), step_ms(count)
+
+
+def _ranked(
+    step: StepView, baseline: list[int], extra: list[int], added: list[int]
+) -> list[int]:
+    """`extra` by utility per marginal ms, best first; `extra` breaks ties.
+
+    A row's marginal ms are taken without rounding to a captured graph size: the
+    rounding depends on how many rows run, not on which, and would make rows free.
+    """
+    if step.model.c_ms_per_token > 0:
+        extra = sorted(extra, key=added.__getitem__)
+    return _RANKINGS[step.params.utility](step, baseline, extra, added)
+
+
+def _rank_linear(
+    step: StepView, baseline: list[int], extra: list[int], added: list[int]
+) -> list[int]:
+    """Every branch is worth the same: cheapest first, which `extra` already is."""
+    return extra
+
+
+def _rank_priority(
+    step: StepView, baseline: list[int], extra: list[int], added: list[int]
+) -> list[int]:
+    """A branch is worth its request's priority."""
+    b_ms, c_ms = step.model.b_ms_per_row, step.model.c_ms_per_token
+    weights = [request.priority for request in step.requests]
+    price = [
+        (b_ms + c_ms * tokens) / weights[request]
+        for tokens, request in zip(added, step.request_of_row, strict=True)
+    ]
+    return sorted(extra, key=price.__getitem__)
+
+
+def _rank_concave(
+    step: StepView, baseline: list[int], extra: list[int], added: list[int]
+) -> list[int]:
+    """A request of width w is worth log(1 + w), so each further branch adds less.
+
+    Within a request costs rise and gains fall along `extra`, so one sort of the
+    prices is the greedy choice and no heap is needed.
+    """
+    b_ms, c_ms = step.model.b_ms_per_row, step.model.c_ms_per_token
+    owner, width = step.request_of_row, [0] * len(step.requests)
+    for row in baseline:
+        width[owner[row]] += 1
+    widest = max(len(request.rows) for request in step.requests)
+    gains = [log1p(1 / (1 + size)) for size in range(widest)]
+    price = [0.0] * step.num_rows
+    for row in extra:
+        request = owner[row]
+        price[row] = (b_ms + c_ms * added[row]) / gains[width[request]]
+        width[request] += 1
+    return sorted(extra, key=price.__getitem__)
+
+
+_RANKINGS = {
+    "linear": _rank_linear,
+    "concave": _rank_concave,
+    "priority": _rank_priority,
+}
+
+register_policy("off", OffPolicy)
+register_policy("eager", EagerPolicy)
+register_policy("cap", CapPolicy)
+register_policy("taper", TaperPolicy)

@@ -1,0 +1,296 @@
+"""Step-latency model `T = a + b*rows + c*kv_tokens`, learned while the server runs.
+
+Fitted by least squares on relative errors over a window of recent steps, with
+coefficients that are never negative. Weighting each step by 1/T makes a step that is
+50 times too long (a compilation, a page fault) count next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from operator import mul
+
+from sglang_taper.errors import FieldError
+from sglang_taper.policy.types import LatencyCoefficients
+
+# Anything outside is a broken clock, and its square would leave the float range.
+MIN_STEP_MS, MAX_STEP_MS = 1e-3, 1e7
+MIN_SAMPLES = 16
+REFIT_EVERY = 32
+HEALTH_WINDOW = 64
+# MAPE above which the model is not trusted, and below which it is again.
+MAX_MAPE, GOOD_MAPE = 0.30, 0.20
+# The engine has changed when most recent predictions are this wrong on one side.
+DRIFT_ERROR, DRIFT_WINDOW, DRIFT_EXCEPTIONS = 0.25, 16, 3
+# Pull towards the previous coefficients, as a share of a well-determined direction's
+# weight: about what 3 % of noise over 256 steps tells about a coefficient that drifts
+# by 5 %. Directions the window determines ignore it; the others (always the same
+# number of rows) stay where they were.
+RIDGE, FIRST_RIDGE = 1e-3, 1e-9
+# Samples off by this many times the median error are left out of the fit.
+OUTLIER_FACTOR, OUTLIER_FLOOR = 4.0, 0.005
+
+Vector = list[float]
+_SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
+_PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
+_PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
+
+
+def bucket_rows(rows: int, graph_buckets: Sequence[int]) -> int:
+    """`rows` rounded up to a captured batch size; above the largest, not rounded."""
+    index = bisect_left(graph_buckets, rows)
+    return graph_buckets[index] if index < len(graph_buckets) else rows
+
+
+def predict_ms(model: LatencyCoefficients, rows: int, kv_tokens: int) -> float:
+    """Predicted latency of a step; never falls when rows or tokens are added."""
+    if model.graph_buckets:
+        rows = bucket_rows(rows, model.graph_buckets)
+    return model.a_ms + model.b_ms_per_row * rows + model.c_ms_per_token * kv_tokens
+
+
+class StepLatencyModel:
+    """Learns the coefficients from observed steps and says whether to trust them.
+
+    Not trusted before `MIN_SAMPLES` steps (unless made from a profile), nor from a
+    MAPE above `MAX_MAPE` until one below `GOOD_MAPE`. `shared_read_once` and
+    `graph_buckets` are as in `LatencyCoefficients` and describe the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        shared_read_once: bool = False,
+        graph_buckets: Sequence[int] = (),
+        window: int = 256,
+    ) -> None:
+        self.shared_read_once = shared_read_once
+        self.graph_buckets = tuple(graph_buckets)
+        # (1, rows, kv_tokens) / T of each step in the window, so the target is 1.
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=window)
+        self._errors: deque[float] = deque(maxlen=HEALTH_WINDOW)
+        self._fitted: Vector | None = None
+        self._healthy = True
+        self._until_refit = MIN_SAMPLES
+        self._until_drift = DRIFT_WINDOW
+        self._coefficients: LatencyCoefficients | None = None
+
+    @property
+    def trusted(self) -> bool:
+        return self._fitted is not None and self._healthy
+
+    @property
+    def num_samples(self) -> int:
+        """Steps in the window."""
+        return len(self._samples)
+
+    @property
+    def mape(self) -> float | None:
+        """Mean absolute relative error of recent predictions, each made before its
+        step was observed; None before the first."""
+        if not self._errors:
+            return None
+        return sum(map(abs, self._errors)) / len(self._errors)
+
+    def coefficients(self) -> LatencyCoefficients:
+        """The model as plans see it; all zero and not trusted before the first fit."""
+        if self._coefficients is None:
+            a_ms, b_ms, c_ms = self._fitted or (0.0, 0.0, 0.0)
+            self._coefficients = LatencyCoefficients(
+                a_ms=a_ms,
+                b_ms_per_row=b_ms,
+                c_ms_per_token=c_ms,
+                shared_read_once=self.shared_read_once,
+                graph_buckets=self.graph_buckets,
+                trusted=self.trusted,
+            )
+        return self._coefficients
+
+    def predict(self, rows: int, kv_tokens: int) -> float:
+        """Predicted ms of a step; 0 before the first fit."""
+        return predict_ms(self.coefficients(), rows, kv_tokens)
+
+    def observe(self, rows: int, kv_tokens: int, step_ms: float) -> None:
+        """Learn from a step that took `step_ms`.
+
+        A step without rows, or with a time no step can take, says nothing about
+        latency and is ignored. Refits now and then (under a millisecond).
+        """
+        if rows < 1 or kv_tokens < 0 or not MIN_STEP_MS <= step_ms <= MAX_STEP_MS:
+            return
+        if self._fitted is not None:
+            self._errors.append(self.predict(rows, kv_tokens) / step_ms - 1)
+            self._update_health()
+        rows = bucket_rows(rows, self.graph_buckets)
+        self._samples.append((1 / step_ms, rows / step_ms, kv_tokens / step_ms))
+        self._until_refit -= 1
+        self._until_drift -= 1
+        self._follow_drift()
+        if self._until_refit <= 0:
+            self._refit()
+
+    def _update_health(self) -> None:
+        was_healthy, mape = self._healthy, self.mape
+        if mape is None or len(self._errors) < MIN_SAMPLES:
+            return
+        self._healthy = mape < GOOD_MAPE or (was_healthy and mape <= MAX_MAPE)
+        if self._healthy != was_healthy:
+            self._coefficients = None
+
+    def _follow_drift(self) -> None:
+        """If the engine has changed, learn it anew from the steps that show it.
+
+        What they do not determine is assumed to have changed like the whole: a
+        machine half as fast is slower in all three terms.
+        """
+        if self._until_drift > 0 or len(self._errors) < DRIFT_WINDOW:
+            return
+        if abs(self._errors[-1]) <= DRIFT_ERROR:
+            return
+        recent = self._drifted_samples()
+        if len(recent) < DRIFT_WINDOW - DRIFT_EXCEPTIONS or self._fitted is None:
+            return
+        predictions = sorted(_dot(self._fitted, sample) for sample in recent)
+        median = predictions[len(predictions) // 2]
+        if median > 0:
+            self._fitted = [value / median for value in self._fitted]
+        self._samples.clear()
+        self._samples.extend(recent)
+        self._until_drift = DRIFT_WINDOW
+        self._until_refit = 0
+
+    def _drifted_samples(self) -> list[tuple[float, float, float]]:
+        """Of the recent steps those mispredicted badly, on the side most are on."""
+        samples = list(self._samples)[-DRIFT_WINDOW:]
+        pairs = list(zip(samples, list(self._errors)[-DRIFT_WINDOW:], strict=True))
+        slower = [sample for sample, error in pairs if error < -DRIFT_ERROR]
+        faster = [sample for sample, error in pairs if error > DRIFT_ERROR]
+        return max(slower, faster, key=len)
+
+    def _refit(self) -> None:
+        samples = list(self._samples)
+        fitted = _fit(samples, self._fitted)
+        errors = [abs(_dot(fitted, sample) - 1) for sample in samples]
+        limit = OUTLIER_FACTOR * sorted(errors)[len(errors) // 2]
+        limit = max(limit, OUTLIER_FLOOR)
+        kept = [s for s, error in zip(samples, errors, strict=True) if error <= limit]
+        if len(kept) < len(samples):
+            fitted = _fit(kept, self._fitted)
+        self._fitted, self._coefficients = fitted, None
+        self._until_refit = REFIT_EVERY
+
+    def to_profile(self) -> dict[str, object]:
+        """The model as JSON-ready data; `from_profile` makes an equal one."""
+        model = self.coefficients()
+        profile: dict[str, object] = {k: getattr(model, k) for k in _PROFILE_KEYS}
+        profile["graph_buckets"] = list(model.graph_buckets)
+        return profile
+
+    @classmethod
+    def from_profile(cls, profile: Mapping[str, object]) -> StepLatencyModel:
+        """A trusted model from `to_profile` data.
+
+        The three coefficients are required. Raises FieldError for a missing or
+        unknown key, and for a value that is not finite and at least 0.
+        """
+        for key in profile:
+            if key not in _PROFILE_KEYS:
+                accepted = "known keys are " + ", ".join(_PROFILE_KEYS)
+                raise FieldError(f"latency_profile.{key}", profile[key], accepted)
+        model = cls(
+            shared_read_once=_profile_flag(profile.get("shared_read_once", False)),
+            graph_buckets=_profile_buckets(profile.get("graph_buckets", [])),
+        )
+        model._fitted = [_profile_number(k, profile.get(k)) for k in _PROFILE_NUMBERS]
+        model._until_refit = REFIT_EVERY
+        return model
+
+
+def _profile_number(key: str, value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
+        accepted = "a finite number, at least 0"
+        raise FieldError(f"latency_profile.{key}", value, accepted)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _profile_flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        field = "latency_profile.shared_read_once"
+        raise FieldError(field, value, "true or false")
+    return value
+
+
+def _profile_buckets(value: object) -> tuple[int, ...]:
+    buckets = value if isinstance(value, list | tuple) else (None,)
+    integers = all(type(size) is int and size > 0 for size in buckets)
+    if not integers or sorted(set(buckets)) != list(buckets):
+        accepted = "a list of ascending positive integers"
+        raise FieldError("latency_profile.graph_buckets", value, accepted)
+    return tuple(buckets)
+
+
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2]
+
+
+def _fit(samples: list[tuple[float, float, float]], prior: Vector | None) -> Vector:
+    """Non-negative least squares of `coefficients . sample = 1`, near `prior`.
+
+    Each variable is scaled to mean square 1, so the ridge means the same for a row
+    and for a token. A variable that is 0 throughout keeps its prior.
+    """
+    count, columns = len(samples), list(zip(*samples, strict=True))
+    scale = [math.sqrt(sum(map(mul, x, x)) / count) for x in columns]
+    used = [j for j in range(3) if scale[j] > 0]
+    ridge = FIRST_RIDGE if prior is None else RIDGE
+    start = prior or [0.0, 0.0, 0.0]
+    gram = [[0.0] * 3 for _ in range(3)]
+    target = [0.0] * 3
+    for j in used:
+        target[j] = sum(columns[j]) / count / scale[j] + ridge * start[j] * scale[j]
+        for k in used:
+            products = sum(map(mul, columns[j], columns[k]))
+            gram[j][k] = products / count / scale[j] / scale[k]
+        gram[j][j] += ridge
+    solution = _non_negative(gram, target, used)
+    return [solution[j] / scale[j] if j in used else start[j] for j in range(3)]
+
+
+def _non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:
+    """Minimum of x.gram.x - 2 x.target over x >= 0, by trying every active set.
+
+    With every entry of the active set solved for, the objective is -x.target. If no
+    bound is active the first set tried is the minimum.
+    """
+    best, best_gain = [0.0] * 3, 0.0
+    for active in _SUBSETS:
+        if not set(active) <= set(used):
+            continue
+        x = _solve(gram, target, active)
+        gain = _dot(x, target)
+        if min(x) >= 0 and gain > best_gain:
+            best, best_gain = x, gain
+            if len(active) == len(used):
+                break
+    return best
+
+
+def _solve(gram: list[Vector], target: Vector, active: Sequence[int]) -> Vector:
+    """Solve the positive definite system restricted to `active`; 0 elsewhere."""
+    rows = [[gram[j][k] for k in active] + [target[j]] for j in active]
+    size = len(rows)
+    for pivot in range(size):
+        for below in range(pivot + 1, size):
+            factor = rows[below][pivot] / rows[pivot][pivot]
+            for k in range(pivot, size + 1):
+                rows[below][k] -= factor * rows[pivot][k]
+    x = [0.0] * 3
+    for i in reversed(range(size)):
+        known = sum(rows[i][k] * x[active[k]] for k in range(i + 1, size))
+        x[active[i]] = (rows[i][size] - known) / rows[i][i]
+    return x

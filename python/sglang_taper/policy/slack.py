@@ -1,0 +1,118 @@
+"""When a request's next token is due, and how much time a step has left.
+
+Deadlines belong to the request, never to a branch: measured at the slowest branch,
+the policy's own deferring would make the request late and hold every later step at
+S0. Two definitions, chosen by `PolicyParams.deadline`:
+
+* `progress`: last progress + TPOT, as in TAPER section 3.
+* `schedule`: first token + k x TPOT after k tokens, so a request that runs ahead
+  keeps what it gained.
+
+Before its first token a request is due at arrival + TTFT in both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from sglang_taper.policy.types import RequestView, StepView
+
+SCHEDULE, PROGRESS = "schedule", "progress"
+
+
+class Progress(Protocol):
+    """What a deadline depends on; `RequestView` and `RequestState` both have it."""
+
+    @property
+    def arrival_ms(self) -> float: ...
+    @property
+    def first_token_ms(self) -> float | None: ...
+    @property
+    def schedule_origin_ms(self) -> float: ...
+    @property
+    def last_progress_ms(self) -> float: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def ttft_slo_ms(self) -> float: ...
+    @property
+    def tpot_slo_ms(self) -> float: ...
+
+
+def deadline_ms(request: Progress, definition: str) -> float:
+    """When the next token of `request` is due, on the step clock."""
+    if request.first_token_ms is None:
+        return request.arrival_ms + request.ttft_slo_ms
+    if definition == SCHEDULE:
+        return request.schedule_origin_ms + request.num_tokens * request.tpot_slo_ms
+    return request.last_progress_ms + request.tpot_slo_ms
+
+
+def is_ttft_missed(request: Progress, now_ms: float) -> bool:
+    """Whether the first token came, or can only come, after arrival + TTFT SLO."""
+    first_ms = now_ms if request.first_token_ms is None else request.first_token_ms
+    return first_ms > request.arrival_ms + request.ttft_slo_ms
+
+
+def is_recoverable(request: RequestView, slack_ms: float, baseline_ms: float) -> bool:
+    """Whether a request that is late can be on schedule again before it ends.
+
+    Each S0 step of `baseline_ms` (stalls included) wins TPOT - `baseline_ms` back, and
+    there are at most `remaining_tokens` of them.
+    """
+    gain_ms = request.tpot_slo_ms - baseline_ms
+    return gain_ms > 0 and math.ceil(-slack_ms / gain_ms) <= request.remaining_tokens
+
+
+def reported_slack_ms(slack_ms: float, tpot_slo_ms: float) -> float:
+    """`slack_ms` with its negative side bent so that it never falls below -2 TPOT.
+
+    Identity down to -TPOT, then -TPOT * (2 - TPOT / |slack|): continuous with a
+    continuous slope, and order is preserved. It keeps one request that is minutes
+    late from flattening a plot; no decision depends on it, as every negative slack
+    leaves the same budget.
+    """
+    if slack_ms >= -tpot_slo_ms:
+        return slack_ms
+    return -tpot_slo_ms * (2 + tpot_slo_ms / slack_ms)
+
+
+def step_slack(view: StepView, baseline_ms: float) -> float | None:
+    """Smallest slack of the requests worth protecting, as `reported_slack_ms`.
+
+    `baseline_ms` is the predicted S0. A request is not protected, because holding
+    the others at S0 would cost them and not save it, when
+
+    * its TTFT is missed already;
+    * `schedule`: it is late and even S0 alone could not bring it back in time;
+    * `progress`: S0, stretched by the share of time prefills take, exceeds its TPOT.
+
+    None when no request is protected: then nothing limits the step.
+    """
+    stalled_ms = _with_stalls(baseline_ms, view.stall_share)
+    cumulative = view.params.deadline == SCHEDULE
+    worst_ms, worst_tpot_ms = math.inf, 0.0
+    for request in view.requests:
+        tpot_ms, first_ms = request.tpot_slo_ms, request.first_token_ms
+        ttft_due_ms = request.arrival_ms + request.ttft_slo_ms
+        if first_ms is None:
+            slack_ms = ttft_due_ms - view.now_ms
+            protected = slack_ms >= 0
+        elif first_ms > ttft_due_ms:
+            continue
+        elif cumulative:
+            due_ms = request.schedule_origin_ms + request.num_tokens * tpot_ms
+            slack_ms = due_ms - view.now_ms
+            protected = slack_ms >= 0 or is_recoverable(request, slack_ms, stalled_ms)
+        else:
+            slack_ms = request.last_progress_ms + tpot_ms - view.now_ms
+            protected = tpot_ms >= stalled_ms
+        if protected and slack_ms < worst_ms:
+            worst_ms, worst_tpot_ms = slack_ms, tpot_ms
+    return None if worst_ms == math.inf else reported_slack_ms(worst_ms, worst_tpot_ms)
+
+
+def _with_stalls(step_ms: float, stall_share: float) -> float:
+    """Mean time between two steps of `step_ms` when prefills take `stall_share`."""
+    return step_ms / (1 - stall_share) if stall_share < 1 else math.inf

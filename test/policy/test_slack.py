@@ -1,0 +1,140 @@
+"""Deadlines, which requests are protected, and the slack of a step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from factories import make_request, make_view
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_taper.policy.slack import (
+    deadline_ms,
+    is_ttft_missed,
+    reported_slack_ms,
+    step_slack,
+)
+from sglang_taper.policy.types import PolicyParams
+
+SCHEDULE = PolicyParams(deadline="schedule")
+PROGRESS = PolicyParams(deadline="progress")
+
+
+def slack_of(
+    params: PolicyParams,
+    baseline_ms: float = 8.0,
+    stall_share: float = 0.0,
+    **facts: Any,
+) -> float | None:
+    view = make_view(
+        requests=[make_request(**facts)], params=params, stall_share=stall_share
+    )
+    return step_slack(view, baseline_ms)
+
+
+def test_first_token_is_due_at_arrival_plus_ttft_in_both_definitions() -> None:
+    request = make_request(first_token_ms=None, arrival_ms=30.0, ttft_slo_ms=200.0)
+    assert deadline_ms(request, "schedule") == deadline_ms(request, "progress") == 230.0
+
+
+def test_schedule_counts_tokens_from_the_first_and_progress_from_the_last() -> None:
+    request = make_request(num_tokens=5, schedule_origin_ms=10.0, last_progress_ms=90.0)
+    assert deadline_ms(request, "schedule") == 10.0 + 5 * 20.0
+    assert deadline_ms(request, "progress") == 90.0 + 20.0
+
+
+def test_slack_is_the_smallest_over_requests() -> None:
+    requests = [make_request(num_tokens=n) for n in (9, 6, 7)]
+    assert step_slack(make_view((1, 2, 1), requests), 8.0) == 10.0 + 6 * 20.0 - 105.0
+
+
+def test_slack_does_not_depend_on_how_far_behind_a_branch_is() -> None:
+    ahead = make_view((3,), output_tokens=[9, 9, 9], last_run_step=[49, 49, 49])
+    behind = make_view((3,), output_tokens=[9, 9, 0], last_run_step=[49, 49, 3])
+    assert step_slack(ahead, 8.0) == step_slack(behind, 8.0)
+
+
+@pytest.mark.parametrize("params", [SCHEDULE, PROGRESS])
+@pytest.mark.parametrize(
+    ("first_token_ms", "missed"), [(1000.0, False), (1000.5, True)]
+)
+def test_a_request_whose_first_token_was_late_is_not_protected(
+    params: PolicyParams, first_token_ms: float, missed: bool
+) -> None:
+    request = make_request(first_token_ms=first_token_ms)
+    assert is_ttft_missed(request, 5000.0) is missed
+    slack = slack_of(params, first_token_ms=first_token_ms)
+    assert (slack is None) is missed
+
+
+@pytest.mark.parametrize(("ttft_slo_ms", "slack"), [(105.0, 0.0), (104.0, None)])
+def test_a_request_without_a_first_token_is_protected_until_its_ttft_passes(
+    ttft_slo_ms: float, slack: float | None
+) -> None:
+    facts = {"first_token_ms": None, "ttft_slo_ms": ttft_slo_ms}
+    assert slack_of(SCHEDULE, **facts) == slack_of(PROGRESS, **facts) == slack
+
+
+# 15 ms late with TPOT 20: an S0 of 15 ms wins 5 ms per step back, so 3 steps.
+LATE = {"num_tokens": 4, "tpot_slo_ms": 20.0}
+
+
+@pytest.mark.parametrize(("remaining", "slack"), [(3, -15.0), (2, None)])
+def test_a_late_request_is_protected_only_while_it_can_catch_up_before_its_end(
+    remaining: int, slack: float | None
+) -> None:
+    assert slack_of(SCHEDULE, 15.0, remaining_tokens=remaining, **LATE) == slack
+
+
+def test_stalls_make_catching_up_slower() -> None:
+    # S0 of 9 ms stretched by a half is 18 ms: 2 ms per step, so 8 steps.
+    facts = {"baseline_ms": 9.0, "stall_share": 0.5, **LATE}
+    assert slack_of(SCHEDULE, remaining_tokens=8, **facts) == -15.0
+    assert slack_of(SCHEDULE, remaining_tokens=7, **facts) is None
+
+
+@pytest.mark.parametrize("baseline_ms", [20.0, 25.0])
+def test_a_late_request_that_s0_cannot_speed_up_is_not_protected(
+    baseline_ms: float,
+) -> None:
+    assert slack_of(SCHEDULE, baseline_ms, remaining_tokens=10**6, **LATE) is None
+
+
+def test_a_request_ahead_of_schedule_is_protected_even_if_s0_is_too_long() -> None:
+    assert slack_of(SCHEDULE, 25.0, num_tokens=6) == 25.0
+
+
+@pytest.mark.parametrize(
+    ("baseline_ms", "stall_share", "slack"),
+    [(20.0, 0.0, 15.0), (20.1, 0.0, None), (10.0, 0.5, 15.0), (10.1, 0.5, None)],
+)
+def test_progress_protects_nobody_whose_tpot_is_below_the_stretched_s0(
+    baseline_ms: float, stall_share: float, slack: float | None
+) -> None:
+    assert slack_of(PROGRESS, baseline_ms, stall_share) == slack
+
+
+def test_prefills_that_take_all_the_time_leave_nobody_to_protect() -> None:
+    assert slack_of(PROGRESS, 8.0, stall_share=1.0) is None
+
+
+def test_a_lost_request_does_not_hide_the_slack_of_the_others() -> None:
+    lost = make_request(first_token_ms=5000.0, num_tokens=1)
+    view = make_view((1, 1), [lost, make_request(num_tokens=8)])
+    assert step_slack(view, 8.0) == 65.0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), st.floats(0.1, 1e4))
+def test_reported_slack_keeps_order_and_stays_above_minus_two_tpot(
+    slacks: list[float], tpot_ms: float
+) -> None:
+    reported = [reported_slack_ms(slack, tpot_ms) for slack in sorted(slacks)]
+    assert all(low <= high for low, high in pairwise(reported))
+    assert all(value >= -2 * tpot_ms for value in reported)
+
+
+def test_reported_slack_is_exact_down_to_minus_one_tpot() -> None:
+    assert [reported_slack_ms(s, 20.0) for s in (7.0, -19.0, -20.0)] == [7, -19, -20]
+    assert reported_slack_ms(-40.0, 20.0) == -30.0
