@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import msgspec
+
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.types import PolicyParams
 
@@ -52,7 +54,7 @@ _MS = Range(0, 86_400_000)
 
 @dataclass(frozen=True)
 class TaperConfig:
-    """Settings of one server. Field `x_y` is flag `--x-y` and env `SGLANG_TAPER_X_Y`."""
+    """Settings of one server: field `x_y` is `--x-y` and `SGLANG_TAPER_X_Y`."""
 
     branch_policy: str = _setting(
         NO_POLICY,
@@ -63,8 +65,10 @@ class TaperConfig:
         metavar="POLICY",
     )
     branch_cap: int = _setting(
-        2, "Branches per request and step with --branch-policy cap.",
-        Range(1, 4096, include_low=True), int,
+        2,
+        "Branches per request and step with --branch-policy cap.",
+        Range(1, 4096, include_low=True),
+        int,
     )
     deadline: str = _setting(
         "schedule",
@@ -76,7 +80,8 @@ class TaperConfig:
         None,
         "Share rho of the slack that extra branches may use in one step "
         "(default: 0.3 with schedule, 0.8 with progress).",
-        Range(0, 1, include_low=True), float,
+        Range(0, 1, include_low=True),
+        float,
     )
     ttft_slo_ms: float = _setting(
         2000.0, "Default time-to-first-token target of a request.", _MS, float
@@ -91,22 +96,28 @@ class TaperConfig:
         UTILITIES,
     )
     latency_profile: str | None = _setting(
-        None, "Step-latency profile (JSON) to start from; skips start-up calibration.",
-        None, metavar="FILE",
+        None,
+        "Step-latency profile (JSON) to start from; skips start-up calibration.",
+        None,
+        metavar="FILE",
     )
     shared_prefix_attention: str = _setting(
         "auto",
-        "Attention that reads a shared prefix once per group.", ATTENTIONS,
+        "Attention that reads a shared prefix once per group.",
+        ATTENTIONS,
     )
     fork_pin_ttl_s: float = _setting(
         60.0,
         "Seconds a request without a running branch is remembered, and its prefix "
         "kept, for its next stage.",
-        Range(0, 86_400, include_low=True), float,
+        Range(0, 86_400, include_low=True),
+        float,
     )
     max_pinned_fraction: float = _setting(
-        0.5, "Largest share of the KV pool that fork pins may hold.",
-        Range(0, 1, include_low=True), float,
+        0.5,
+        "Largest share of the KV pool that fork pins may hold.",
+        Range(0, 1, include_low=True),
+        float,
     )
 
     def __post_init__(self) -> None:
@@ -141,24 +152,94 @@ def env_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def _checked(f: Any, value: object) -> object:
-    """`value` converted and in range, or FieldError naming flag, value and range."""
+def _checked(f: Any, value: object, name: str | None = None) -> object:
+    """`value` converted and in range, or FieldError naming flag, value and range.
+
+    `name` stands for the flag in the error.
+    """
     kind, accepted = f.metadata["kind"], f.metadata["accepted"]
+    name = name or flag_of(f.name)
     try:
         if isinstance(value, bool):
             raise ValueError
         converted = kind(value)
     except (TypeError, ValueError):
         expected = f"{kind.__name__} {accepted or ''}".strip()
-        raise FieldError(flag_of(f.name), value, expected) from None
+        raise FieldError(name, value, expected) from None
     if accepted is not None and converted not in accepted:
-        shown = accepted if isinstance(accepted, Range) else "one of " + ", ".join(accepted)
-        raise FieldError(flag_of(f.name), value, str(shown))
+        shown = (
+            accepted if isinstance(accepted, Range) else "one of " + ", ".join(accepted)
+        )
+        raise FieldError(name, value, str(shown))
     return converted
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group "branch parallelism"; absent flags stay absent (SUPPRESS)."""
+# Parameter of a running policy -> the setting that gives its first value.
+_PARAM_SETTINGS = {
+    "policy": "branch_policy",
+    "cap": "branch_cap",
+    "rho": "slack_fraction",
+    "deadline": "deadline",
+    "utility": "branch_utility",
+    "ttft_slo_ms": "ttft_slo_ms",
+    "tpot_slo_ms": "tpot_slo_ms",
+}
+_JSON_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+}
+
+
+def updated_params(params: PolicyParams, changes: Mapping[str, object]) -> PolicyParams:
+    """`params` with `changes` from outside applied; types are checked, not converted.
+
+    `rho` None means the default of the deadline. Raises FieldError naming parameter,
+    value and what is accepted.
+    """
+    if not changes:
+        known = ", ".join(_PARAM_SETTINGS)
+        raise FieldError("changes", dict(changes), f"at least one of {known}")
+    checked = {name: _checked_param(name, value) for name, value in changes.items()}
+    return msgspec.structs.replace(params, **checked)
+
+
+def _checked_param(name: str, value: object) -> object:
+    if name not in _PARAM_SETTINGS:
+        raise FieldError(name, value, "known: " + ", ".join(_PARAM_SETTINGS))
+    f = TaperConfig.__dataclass_fields__[_PARAM_SETTINGS[name]]
+    if value is None and f.default is None:
+        return None
+    types, shown = _JSON_TYPES[f.metadata["kind"]]
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise FieldError(name, value, shown)
+    return _policy(value) if name == "policy" else _checked(f, value, name)
+
+
+def _policy(value: object) -> object:
+    from sglang_taper.policy.admission import policy_names
+
+    if value == NO_POLICY:
+        reason = "engine hooks exist only from start-up on; use off or eager"
+        raise FieldError("policy", value, reason)
+    if value not in policy_names():
+        raise FieldError("policy", value, "one of " + ", ".join(policy_names()))
+    return value
+
+
+def to_environment(config: TaperConfig) -> dict[str, str]:
+    """The variables from which `load` gives `config` again in another process."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {env_of(n): str(v) for n, v in values.items() if v is not None}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, object] | None = None
+) -> None:
+    """Add the group "branch parallelism"; absent flags stay absent (SUPPRESS).
+
+    `defaults` are those of the entry point in use, shown in the help.
+    """
     group = parser.add_argument_group("branch parallelism (sglang_taper)")
     for f in fields(TaperConfig):
         accepted = f.metadata["accepted"]
@@ -167,7 +248,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             dest=f.name,
             default=argparse.SUPPRESS,
             metavar=f.metadata["metavar"] or _metavar(accepted, f.metadata["kind"]),
-            help=_help(f),
+            help=_help(f, (defaults or {}).get(f.name, f.default)),
         )
 
 
@@ -177,12 +258,12 @@ def _metavar(accepted: object, kind: type) -> str:
     return kind.__name__.upper()
 
 
-def _help(f: Any) -> str:
+def _help(f: Any, default: object) -> str:
     text: str = f.metadata["help"]
     if isinstance(f.metadata["accepted"], Range):
         text += f" Accepted: {f.metadata['accepted']}."
-    if f.default is not None:
-        text += f" Default: {f.default}."
+    if default is not None:
+        text += f" Default: {default}."
     return text.replace("%", "%%")
 
 

@@ -13,7 +13,7 @@ class TaperError(Exception):
 
 
 class FieldError(TaperError, ValueError):
-    """A value from outside is wrong: names the field, the value and what is accepted."""
+    """A value from outside is wrong: names field, value and what is accepted."""
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
         shown = repr(value)

@@ -46,7 +46,11 @@ class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _check_integer(field: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not low <= value <= high
+    ):
         raise FieldError(field, value, f"an integer from {low} to {high}")
     return value
 
@@ -68,7 +72,9 @@ def _check_group(field: str, value: object) -> str:
 
 def _check_parent(field: str, value: object) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_RID_LENGTH:
-        raise FieldError(field, value, f"a request id of 1 to {MAX_RID_LENGTH} characters")
+        raise FieldError(
+            field, value, f"a request id of 1 to {MAX_RID_LENGTH} characters"
+        )
     return value
 
 
@@ -99,12 +105,16 @@ def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> Branch
         raise FieldError(field, raw, f"an object with keys {', '.join(_CHECKS)}")
     for key in raw:
         if key not in _CHECKS:
-            raise FieldError(f"{field}.{key}", raw[key], f"known keys are {', '.join(_CHECKS)}")
+            raise FieldError(
+                f"{field}.{key}", raw[key], f"known keys are {', '.join(_CHECKS)}"
+            )
     given = {k: v for k, v in raw.items() if v is not None}
     if "group" not in given and not STANDALONE_KEYS.issuperset(given):
         raise FieldError(f"{field}.group", None, "required: the id of the request")
     checked = {k: _CHECKS[k](f"{field}.{k}", v) for k, v in given.items()}
     meta = BranchMeta(**checked)
     if meta.branch >= meta.width and "width" in given:
-        raise FieldError(f"{field}.branch", meta.branch, f"less than width={meta.width}")
+        raise FieldError(
+            f"{field}.branch", meta.branch, f"less than width={meta.width}"
+        )
     return meta

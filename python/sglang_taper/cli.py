@@ -1,0 +1,86 @@
+"""The console script `sglang-taper`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_taper import __version__
+from sglang_taper.errors import TaperError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (2 for anything we refuse)."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TaperError as error:
+        print(f"sglang-taper: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-taper",
+        description="Branch parallelism under a slack budget (TAPER) for SGLang.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_check(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check", help="verify that every hook into SGLang is in place"
+    )
+    check.add_argument("--json", metavar="FILE", help="also write the facts as JSON")
+    check.set_defaults(run=_check)
+
+
+def _add_demo(commands: Any) -> None:
+    from sglang_taper.demo.options import add_flags
+
+    demo = commands.add_parser(
+        "demo", help="a forking program, then off, eager and taper on a live server"
+    )
+    add_flags(demo)
+    demo.set_defaults(run=_demo)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from sglang_taper.engine.check import check_hooks
+
+    facts = check_hooks()
+    if args.json:
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+    print(format_check(facts))
+    return 0 if facts["ok"] else 2
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sglang_taper.demo.options import DemoOptions
+
+    options = DemoOptions.from_args(args)
+    # Imports SGLang's frontend: only once the flags are known to be good.
+    from sglang_taper.demo.run import run_demo
+
+    return run_demo(options)
+
+
+def format_check(facts: dict[str, Any]) -> str:
+    """The table of `sglang-taper check` as text."""
+    width = max(len(hook["id"]) for hook in facts["hooks"])
+    lines = [
+        f"{hook['id']:{width}}  {hook['kind']:8}  {hook['process']:9}  {hook['state']}"
+        for hook in facts["hooks"]
+    ]
+    verdict = "all hooks in place" if facts["ok"] else "NOT in place"
+    if facts["problem"]:
+        verdict += f": {facts['problem']}"
+    lines.append(f"sglang {facts['sglang']}, {facts['platform']}: {verdict}")
+    return "\n".join(lines)

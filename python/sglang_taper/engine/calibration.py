@@ -1,0 +1,141 @@
+"""Start-up calibration: show the latency model a few batch sizes and contexts.
+
+Plain requests through the server's own front door, so that the real engine runs them
+and the scheduler's timer sees real steps; about five seconds on a GPU and twenty on
+two CPU cores. Skipped with `--latency-profile`. They are gone from the KV cache
+before the server says it is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import requests
+
+from sglang_taper.engine.flags import current
+
+logger = logging.getLogger(__name__)
+
+STEPS_PER_CELL = 6
+BUDGET_S = 20.0
+READY_TIMEOUT_S = 120
+REQUEST_TIMEOUT_S = 60
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One batch to show: `num_rows` requests of `num_tokens` prompt tokens each."""
+
+    num_rows: int
+    num_tokens: int
+
+
+# Few rows and many, short contexts and long: enough to tell a, b and c apart.
+CELLS = (
+    Cell(1, 16),
+    Cell(8, 16),
+    Cell(1, 512),
+    Cell(16, 16),
+    Cell(4, 256),
+    Cell(2, 16),
+    Cell(8, 128),
+)
+
+
+def calibrate_before_warmup_hook(
+    original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AROUND `_wait_and_warmup` (its own thread): calibrate, then SGLang's warm-up."""
+    config = current()
+    if config.enabled and config.latency_profile is None:
+        try:
+            calibrate(server_args.url(), _limits())
+        except requests.RequestException as error:
+            logger.warning("Calibration stopped (%s); the model learns online", error)
+    original(server_args, *args, **kwargs)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the server can hold: rows, tokens in all, ids of its vocabulary."""
+
+    max_rows: int
+    max_tokens: int
+    vocab_size: int
+    headers: dict[str, str]
+
+
+def _limits() -> Limits:
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.runtime_context import get_schedule, get_serving
+
+    state = get_global_state()
+    key = get_serving().api_key
+    return Limits(
+        max_rows=get_schedule().max_running_requests or 64,
+        max_tokens=int(state.scheduler_info["max_total_num_tokens"]),
+        vocab_size=int(state.tokenizer_manager.model_config.vocab_size),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+    )
+
+
+def calibrate(url: str, limits: Limits) -> int:
+    """Show the running server at `url` the cells it can hold; returns how many.
+
+    Stops after `BUDGET_S`. Side effect: flushes the server's cache at the end.
+    """
+    _wait_until_served(url, limits.headers)
+    ends_at = time.monotonic() + BUDGET_S
+    shown = 0
+    for cell in cells_within(limits):
+        if time.monotonic() > ends_at:
+            break
+        _show(url, cell, limits)
+        shown += 1
+    requests.post(
+        f"{url}/flush_cache", headers=limits.headers, timeout=REQUEST_TIMEOUT_S
+    )
+    logger.info("Calibrated the step-latency model on %d batches", shown)
+    return shown
+
+
+def cells_within(limits: Limits) -> list[Cell]:
+    """The cells that fit into half of the KV pool and the request slots."""
+    return [
+        cell
+        for cell in CELLS
+        if cell.num_rows <= limits.max_rows
+        and cell.num_rows * (cell.num_tokens + STEPS_PER_CELL) <= limits.max_tokens // 2
+    ]
+
+
+def _wait_until_served(url: str, headers: dict[str, str]) -> None:
+    ends_at = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            requests.get(f"{url}/model_info", headers=headers, timeout=5)
+        except requests.RequestException:
+            if time.monotonic() > ends_at:
+                raise
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _show(url: str, cell: Cell, limits: Limits) -> None:
+    rng = random.Random(f"{cell.num_rows}x{cell.num_tokens}")
+    prompts = [
+        [rng.randrange(limits.vocab_size) for _ in range(cell.num_tokens)]
+        for _ in range(cell.num_rows)
+    ]
+    sampling = {"max_new_tokens": STEPS_PER_CELL, "temperature": 0, "ignore_eos": True}
+    answer = requests.post(
+        f"{url}/generate",
+        json={"input_ids": prompts, "sampling_params": sampling},
+        headers=limits.headers,
+        timeout=REQUEST_TIMEOUT_S,
+    )
+    answer.raise_for_status()

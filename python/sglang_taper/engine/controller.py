@@ -1,0 +1,203 @@
+"""What the scheduler asks: who runs, what happened, what is known.
+
+One `BranchController` per scheduler process. It owns the clock, the groups, the
+latency model and the policy, and holds no tensor; `TaperScheduler` tells it what
+happened and applies what it decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang_taper.config import TaperConfig, updated_params
+from sglang_taper.engine.clock import StepClock, TaperTick, monotonic_ms
+from sglang_taper.engine.counters import Counters, StepRecord
+from sglang_taper.engine.groups import (
+    Branch,
+    GroupTable,
+    note_finish,
+    note_prefill,
+)
+from sglang_taper.engine.observe import every_row_must_run, observe_batch
+from sglang_taper.engine.roster import DecodeRoster
+from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
+from sglang_taper.policy.admission import make_policy, step_kv_tokens
+from sglang_taper.policy.latency import StepLatencyModel, predict_ms
+from sglang_taper.policy.state import StepBuilder, record_step
+from sglang_taper.policy.types import AdmissionPlan, StepView
+from sglang_taper.protocol import BranchMeta
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class BranchController:
+    """Decides which rows run and remembers what they did."""
+
+    def __init__(
+        self,
+        config: TaperConfig,
+        model: StepLatencyModel,
+        num_ranks: int,
+        asynchronous: bool,
+    ) -> None:
+        self.params = config.policy_params
+        self.policy = make_policy(self.params.policy)
+        self.model = model
+        self.clock = StepClock(num_ranks)
+        self.groups = GroupTable(config.fork_pin_ttl_s)
+        self.timer = StepTimer(asynchronous)
+        self.counters = Counters()
+        self.step = 0
+        self._builder = StepBuilder()
+        self._roster = DecodeRoster()
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._planned: StepRecord | None = None
+        self._is_settled = True
+
+    # -- requests come and go
+
+    def attach(
+        self, rid: str, meta: BranchMeta, arrival_ms: float, max_new_tokens: int
+    ) -> Branch:
+        """The branch of a new request, to be kept as `req.taper`."""
+        self._is_settled = False
+        self.counters.num_branches += meta.group is not None
+        return self.groups.attach(rid, meta, self.params, arrival_ms, max_new_tokens)
+
+    def end(self, req: Any) -> None:
+        """`req` is finished, or was aborted before it ran. Idempotent."""
+        branch: Branch | None = getattr(req, "taper", None)
+        if branch is None or branch.ended:
+            return
+        now_ms = self.clock.now_ms
+        self._roster.remove(branch.state, now_ms)
+        note_finish(branch, req.origin_input_ids, req.output_ids)
+        self.groups.end(branch, now_ms)
+
+    def settle(self) -> None:
+        """The engine is fully idle. Called in a tight loop."""
+        if not self._is_settled:
+            self._is_settled = True
+            self.groups.settle(self.clock.now_ms)
+
+    # -- one decode step
+
+    def plan(self, batch: ScheduleBatch, num_waiting: int) -> AdmissionPlan:
+        """Decide which rows of `batch` run in the step that is about to start."""
+        began = time.perf_counter()
+        self.step += 1
+        tick = self._tick_in_force()
+        states = [req.taper.state for req in batch.reqs]
+        self._roster.sync(states, tick.now_ms)
+        view = observe_batch(
+            self._builder, batch, states, self.step, tick, self.params, num_waiting
+        )
+        plan = self._decide(view, batch)
+        record_step(states, plan.rows, self.step)
+        self._planned = self._record(view, plan)
+        self.counters.planned(self._planned, 1000 * (time.perf_counter() - began))
+        return plan
+
+    def _decide(self, view: StepView, batch: ScheduleBatch) -> AdmissionPlan:
+        if every_row_must_run(batch):
+            return AdmissionPlan(rows=list(range(view.num_rows)), reason="forced")
+        return self.policy.plan(view)
+
+    def _record(self, view: StepView, plan: AdmissionPlan) -> StepRecord:
+        kv_tokens = step_kv_tokens(view, plan.rows)
+        predicted_ms = plan.predicted_ms
+        if predicted_ms is None and view.model.trusted:
+            predicted_ms = predict_ms(view.model, len(plan.rows), kv_tokens)
+        return StepRecord(
+            step=view.step,
+            now_ms=view.now_ms,
+            policy=self.params.policy,
+            num_requests=len(view.requests),
+            num_rows=view.num_rows,
+            num_admitted=len(plan.rows),
+            kv_tokens=kv_tokens,
+            reason=plan.reason,
+            predicted_ms=predicted_ms,
+            baseline_ms=plan.baseline_ms,
+            budget_ms=plan.budget_ms,
+            min_slack_ms=plan.min_slack_ms,
+        )
+
+    def launched(self, is_decode: bool, after_idle: bool) -> None:
+        """A batch is about to be launched; a decode batch was planned just before."""
+        record = self._planned if is_decode else None
+        self._planned = None
+        step = LaunchedStep(
+            launched_ms=monotonic_ms(),
+            num_rows=record.num_admitted if record else 0,
+            kv_tokens=record.kv_tokens if record else 0,
+            record=record,
+        )
+        self._in_flight.append(step)
+        self._learn(self.timer.launched(step, after_idle))
+
+    def result_ready(self) -> None:
+        """The results of the oldest launched batch have arrived on the host."""
+        if self._in_flight:
+            step = self._in_flight.popleft()
+            self._learn(self.timer.result_ready(step, monotonic_ms()))
+
+    def _learn(self, measured: MeasuredStep | None) -> None:
+        if measured is None:
+            return
+        self.model.observe(measured.num_rows, measured.kv_tokens, measured.step_ms)
+        if measured.record is not None:
+            self.counters.measured(measured.record, measured.step_ms)
+
+    def committed(self, reqs: Iterable[Any]) -> None:
+        """Results were processed: count new tokens, end finished branches."""
+        now_ms = self.clock.now_ms
+        new_tokens: dict[Any, int] = {}
+        for req in reqs:
+            branch: Branch | None = getattr(req, "taper", None)
+            if branch is None:
+                continue
+            self._note_first_result(branch, req)
+            count = len(req.output_ids) - branch.state.output_tokens
+            if count > 0 and not branch.is_prefix_only:
+                branch.state.output_tokens += count
+                owner = branch.state.request
+                new_tokens[owner] = new_tokens.get(owner, 0) + count
+        for owner, count in new_tokens.items():
+            owner.record_tokens(now_ms, count, self.params.deadline)
+        for req in reqs:
+            if req.finished():
+                self.end(req)
+
+    def _note_first_result(self, branch: Branch, req: Any) -> None:
+        if not branch.prefilled:
+            branch.state.last_run_step = self.step
+            note_prefill(branch, req.origin_input_ids, req.cached_tokens)
+            self.counters.num_prefix_shared_tokens += branch.num_shared
+            self.counters.num_recomputed_tokens += branch.num_recomputed
+
+    # -- time and measurements all ranks agree on
+
+    def make_tick(self) -> TaperTick:
+        """What the leader tells all ranks."""
+        return TaperTick(
+            monotonic_ms(), self.model.coefficients(), self.timer.stall_share
+        )
+
+    def _tick_in_force(self) -> TaperTick:
+        return self.clock.tick if self.clock.shared else self.make_tick()
+
+    # -- control
+
+    def change_policy(self, changes: dict[str, Any]) -> None:
+        """Put other parameters in force from the next step on.
+
+        Raises FieldError and changes nothing when one is not acceptable.
+        """
+        params = updated_params(self.params, changes)
+        self.policy = make_policy(params.policy)
+        self.params = params

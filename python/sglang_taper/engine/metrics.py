@@ -1,0 +1,70 @@
+"""Our metrics in SGLang's own Prometheus endpoint, prefix `sglang_taper:`.
+
+Counters are fed from plain numbers once per step, never per token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_taper.engine.controller import BranchController
+
+PREFIX = "sglang_taper:"
+COUNTERS = {
+    "num_steps": "Decode steps planned.",
+    "num_deferring_steps": "Decode steps that left out at least one row.",
+    "num_rows_admitted": "Rows admitted, summed over decode steps.",
+    "num_rows_deferred": "Rows deferred, summed over decode steps.",
+    "num_branches": "Branches that arrived.",
+    "num_prefix_shared_tokens": "Tokens branches found in the radix tree.",
+    "num_recomputed_tokens": "Tokens of a shared prefix that were computed again.",
+}
+GAUGES = {
+    "live_groups": "Requests with a living branch.",
+    "stall_share": "Share of busy time that is not decode steps.",
+    "latency_model_mape": "Mean absolute relative error of the step-latency model.",
+    "latency_model_trusted": "1 when plans use the step-latency model, else 0.",
+}
+
+
+class StepMetrics:
+    """Does nothing unless `enabled` (`--enable-metrics`, on the reporting rank)."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._counters: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
+        self._last: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        if enabled:
+            self._create()
+
+    def _create(self) -> None:
+        # Imported late: the client picks its multi-process directory at import.
+        from prometheus_client import Counter, Gauge
+
+        for name, help in COUNTERS.items():
+            self._counters[name] = Counter(PREFIX + name, help)
+        for name, help in GAUGES.items():
+            self._gauges[name] = Gauge(
+                PREFIX + name, help, multiprocess_mode="mostrecent"
+            )
+
+    def update(self, controller: BranchController) -> None:
+        """Bring the metrics up to date. Called once per processed result."""
+        if not self._counters:
+            return
+        for name, counter in self._counters.items():
+            total = getattr(controller.counters, name)
+            counter.inc(total - self._last[name])
+            self._last[name] = total
+        for name, value in _gauge_values(controller).items():
+            self._gauges[name].set(value)
+
+
+def _gauge_values(controller: BranchController) -> dict[str, float]:
+    return {
+        "live_groups": controller.groups.num_live_groups,
+        "stall_share": controller.timer.stall_share,
+        "latency_model_mape": controller.model.mape or 0.0,
+        "latency_model_trusted": float(controller.model.trusted),
+    }

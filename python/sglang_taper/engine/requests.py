@@ -1,0 +1,246 @@
+"""Branch metadata in the tokenizer process, before a request and after its answer.
+
+`prepare` checks what the client sent, `assign_groups_hook` gives each prompt of an
+`n>1` call a group, `number_sibling_hook` numbers the copies SGLang makes of it, and
+`report_branch_hook` puts the scheduler's figures into the answer. SGLang repeats one
+dict for all siblings, so everything written here goes into a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_taper.errors import FieldError
+from sglang_taper.protocol import (
+    CUSTOM_PARAMS_KEY,
+    MAX_DEPTH,
+    MAX_SLO_MS,
+    MAX_WIDTH,
+    META_INFO_KEY,
+    TPOT_HEADER,
+    TTFT_HEADER,
+    BranchMeta,
+    check_positive,
+    parse_branch_meta,
+)
+
+META_FIELD = f"custom_params.{CUSTOM_PARAMS_KEY}"
+_SLO_HEADERS = {TTFT_HEADER: "ttft_slo_ms", TPOT_HEADER: "tpot_slo_ms"}
+
+
+class SiblingMeta(dict[str, Any]):
+    """Metadata shared by the siblings of one `n>1` prompt; hands out their indices.
+
+    SGLang carries this very object to the warm-up request and to each sibling, so
+    the count lives exactly as long as the call. Pickles as a plain dict.
+    """
+
+    def __init__(self, meta: BranchMeta) -> None:
+        super().__init__(meta.to_wire())
+        self._warmed_up = False
+        self._num_siblings = 0
+
+    def take(self, prefix_only: bool) -> dict[str, Any]:
+        """A plain copy for the next request sent: the warm-up, then branch 0, 1, ..."""
+        if prefix_only and not self._warmed_up:
+            self._warmed_up = True
+            return {**self, "branch": 0}
+        self._num_siblings += 1
+        return {**self, "branch": self._num_siblings - 1}
+
+    def __reduce__(self) -> tuple[type[dict], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+def slos_from_headers(headers: Mapping[str, str]) -> dict[str, float]:
+    """Metadata from the SLO headers, in ms; FieldError names the header."""
+    return {
+        key: check_positive(header, _number(headers[header]), MAX_SLO_MS)
+        for header, key in _SLO_HEADERS.items()
+        if header in headers
+    }
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def prepare(obj: GenerateReqInput, headers: Mapping[str, str] | None = None) -> None:
+    """Check the metadata of a request not yet normalised and add its headers' SLOs.
+
+    `obj.sampling_params` is replaced by copies where there is metadata; what the
+    caller passed stays as it was. Raises FieldError naming field, value and range.
+    """
+    slos = slos_from_headers(headers or {})
+    given = obj.sampling_params
+    if isinstance(given, list):
+        obj.sampling_params = [
+            _prepared(params, slos, f"sampling_params[{i}].{META_FIELD}")
+            for i, params in enumerate(given)
+        ]
+    elif given is not None or slos:
+        params = {} if given is None else given
+        obj.sampling_params = _prepared(params, slos, META_FIELD)
+
+
+def _prepared(params: Any, slos: Mapping[str, float], field: str) -> Any:
+    custom = _custom_params(params)
+    if custom is None:
+        return params
+    meta = _meta_in(custom, field)
+    _check_fork(params.get("n"), meta, field)
+    if CUSTOM_PARAMS_KEY not in custom and not slos:
+        return params
+    missing = {key: ms for key, ms in slos.items() if getattr(meta, key) is None}
+    return _with_meta(params, msgspec.structs.replace(meta, **missing).to_wire())
+
+
+def _custom_params(params: Any) -> dict[str, Any] | None:
+    """None where there is no place for metadata: SGLang itself refuses those."""
+    custom = params.get("custom_params") if isinstance(params, dict) else 0
+    if custom is None:
+        return {}
+    return custom if isinstance(custom, dict) else None
+
+
+def _meta_in(custom: Mapping[str, Any], field: str) -> BranchMeta:
+    raw = custom.get(CUSTOM_PARAMS_KEY)
+    return BranchMeta() if raw is None else parse_branch_meta(raw, field)
+
+
+def _check_fork(n: Any, meta: BranchMeta, field: str) -> None:
+    """Is there room for n siblings one level below? Other n are SGLang's to refuse."""
+    if not isinstance(n, int) or n <= 1:
+        return
+    if n > MAX_WIDTH:
+        raise FieldError("n", n, f"an integer from 1 to {MAX_WIDTH}")
+    if meta.depth >= MAX_DEPTH:
+        accepted = f"less than {MAX_DEPTH} when n is {n}"
+        raise FieldError(f"{field}.depth", meta.depth, accepted)
+
+
+def _with_meta(params: Mapping[str, Any], wire: dict[str, Any]) -> dict[str, Any]:
+    custom = {**(params.get("custom_params") or {}), CUSTOM_PARAMS_KEY: wire}
+    return {**params, "custom_params": custom}
+
+
+def assign_groups_hook(_: None, obj: GenerateReqInput) -> None:
+    """AFTER `normalize_batch_and_arguments`: own metadata for every item of a batch.
+
+    With `n>1` each prompt without a group gets one, and its siblings are one fork
+    below it (`depth` + 1, `width` = n). The request has been through `prepare`.
+    """
+    if obj.is_single:
+        return
+    num_samples = obj.parallel_sample_num
+    if num_samples == 1:
+        obj.sampling_params = [_unshared(params) for params in obj.sampling_params]
+    else:
+        prompts = obj.sampling_params[: obj.batch_size]
+        obj.sampling_params = [_fork(p, num_samples) for p in prompts] * num_samples
+
+
+def _unshared(params: Any) -> Any:
+    custom = _custom_params(params)
+    if not custom or CUSTOM_PARAMS_KEY not in custom:
+        return params
+    return _with_meta(params, dict(custom[CUSTOM_PARAMS_KEY]))
+
+
+def _fork(params: Any, width: int) -> Any:
+    custom = _custom_params(params)
+    if custom is None:
+        return params
+    meta = _meta_in(custom, META_FIELD)
+    group = meta.group or uuid.uuid4().hex
+    child = msgspec.structs.replace(
+        meta, group=group, branch=0, width=width, depth=meta.depth + 1
+    )
+    return _with_meta(params, SiblingMeta(child))
+
+
+def prepare_request_hook(
+    manager: Any, obj: Any, request: Request | None = None
+) -> None:
+    """BEFORE `TokenizerManager.generate_request`, which all routes and Engine enter."""
+    if isinstance(obj, GenerateReqInput):
+        prepare(obj, getattr(request, "headers", None))
+
+
+async def refuse_before_stream_hook(
+    original: Callable[[GenerateReqInput, Request], Awaitable[Any]],
+    obj: GenerateReqInput,
+    request: Request,
+) -> Any:
+    """AROUND `serve_generate_request`: HTTP 400 instead of a 200 stream with an error.
+
+    A streaming /generate has sent its status before `generate_request` is entered.
+    """
+    try:
+        prepare(obj, request.headers)
+    except FieldError as error:
+        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+    return await original(obj, request)
+
+
+def number_sibling_hook(manager: Any, tokenized: Any) -> None:
+    """BEFORE `TokenizerManager._send_one_request`: give a sibling its own index.
+
+    All copies of an `n>1` prompt arrive here, in the order of the answer's indices,
+    with one shared `SamplingParams`; the warm-up (`max_new_tokens` 0) comes first.
+    """
+    params = tokenized.sampling_params
+    custom = getattr(params, "custom_params", None)
+    if not isinstance(custom, dict):
+        return
+    shared = custom.get(CUSTOM_PARAMS_KEY)
+    if not isinstance(shared, SiblingMeta):
+        return
+    own = shared.take(prefix_only=params.max_new_tokens == 0)
+    tokenized.sampling_params = copy.copy(params)
+    tokenized.sampling_params.custom_params = {**custom, CUSTOM_PARAMS_KEY: own}
+
+
+def report_branch_hook(
+    original: Callable[..., None],
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    customized_info: dict[str, list[Any]],
+    index: int,
+    finish_reason: Any,
+) -> None:
+    """AROUND `update_request_meta_info`: `meta_info["taper"]` as a dict.
+
+    SGLang accumulates customized info in lists, one entry per output token, and cuts
+    them for incremental streams; ours is one dict that comes with the last output.
+    """
+    others = {k: v for k, v in customized_info.items() if k != META_INFO_KEY}
+    original(manager, meta_info, state, others, index, finish_reason)
+    ours = customized_info.get(META_INFO_KEY)
+    if ours and ours[index]:
+        meta_info[META_INFO_KEY] = ours[index][-1]
+
+
+def report_choices_hook(
+    response: Any, serving: Any, request: Any, ret: list[dict[str, Any]], created: int
+) -> None:
+    """AFTER the OpenAI response builders: `metadata["taper"]`, one entry per choice.
+
+    Changes the response in place, and only when a choice belongs to a group. Error
+    responses have no `metadata` and stay as they are.
+    """
+    branches = [item["meta_info"].get(META_INFO_KEY) for item in ret]
+    if any(branches) and hasattr(response, "metadata"):
+        response.metadata = {**(response.metadata or {}), META_INFO_KEY: branches}

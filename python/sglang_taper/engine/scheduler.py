@@ -1,0 +1,242 @@
+"""SGLang's scheduler with a branch policy: small overrides that call the original.
+
+What is decided is in `BranchController`; what it
+does to a batch is in `apply`. The table in `hooks.py` says why each one exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.output_streamer import (
+    SchedulerOutputStreamer,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_taper.config import TaperConfig
+from sglang_taper.config import load as load_config
+from sglang_taper.engine.apply import admit_rows
+from sglang_taper.engine.clock import TaperTick, monotonic_ms
+from sglang_taper.engine.controller import BranchController
+from sglang_taper.engine.messages import (
+    TaperControlReq,
+    TaperControlReqOutput,
+    register_message_types,
+)
+from sglang_taper.engine.metrics import StepMetrics
+from sglang_taper.engine.report import describe_state
+from sglang_taper.engine.streamer import TaperOutputStreamer
+from sglang_taper.errors import FieldError, TaperError
+from sglang_taper.policy.latency import StepLatencyModel
+from sglang_taper.policy.types import AdmissionPlan
+from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+
+UNLIMITED_TOKENS = 1 << 30
+
+
+class TaperScheduler(Scheduler):
+    """One per rank. `self.taper` holds everything that is ours."""
+
+    taper: BranchController
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        register_message_types()
+        self.taper = self._make_controller(load_config())
+        self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
+        self._request_dispatcher += TypeBasedDispatcher(
+            [
+                (TaperTick, self.taper.clock.accept),
+                (TaperControlReq, self._handle_taper_control),
+            ]
+        )
+
+    def _make_controller(self, config: TaperConfig) -> BranchController:
+        return BranchController(
+            config=config,
+            model=_latency_model(config, self.tp_worker.get_decode_cuda_graph_bs()),
+            num_ranks=get_parallel().tp_size,
+            asynchronous=self.enable_overlap and self.device != "cpu",
+        )
+
+    def get_init_info(self) -> dict[str, Any]:
+        return super().get_init_info() | {"taper": self.taper.params.policy}
+
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        return TaperOutputStreamer
+
+    def init_output_streamer(self) -> None:
+        super().init_output_streamer()
+        self.output_streamer.controller = self.taper
+
+    # -- requests come and go
+
+    def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+        req = super()._create_generation_req(recv_req, *args, **kwargs)
+        params = req.sampling_params
+        limit = params.max_new_tokens
+        req.taper = self.taper.attach(
+            req.rid,
+            _take_metadata(req),
+            _arrival_ms(recv_req),
+            UNLIMITED_TOKENS if limit is None else limit,
+        )
+        return req
+
+    def send_abort_output(self, abort_req: AbortReq, req: Any) -> None:
+        super().send_abort_output(abort_req, req)
+        self.taper.end(req)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        with _exact_ids_only(self._taper_requests(), recv_req):
+            super().abort_request(recv_req)
+
+    def _taper_requests(self) -> list[Any]:
+        """Everything that waits or runs, each once."""
+        reqs = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
+        reqs += [*self.collect_inflight_reqs(), *self.running_batch.reqs]
+        if self.chunked_req is not None:
+            reqs.append(self.chunked_req)
+        return list({id(req): req for req in reqs}.values())
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        flushed = super().flush_cache(empty_cache)
+        if flushed:
+            self.taper.groups.clear()
+        return flushed
+
+    def on_idle(self) -> None:
+        super().on_idle()
+        self.taper.timer.forget_open_step()
+        if self.is_fully_idle():
+            self.taper.settle()
+
+    # -- one step
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        with _unprepared(batch):
+            ready = super().update_running_batch(batch)
+        if ready is None or ready.is_empty():
+            return ready
+        return admit_rows(ready, self._plan_step(ready).rows)
+
+    @rank_consensus(same_results=["result.rows", "result.reason"])
+    def _plan_step(self, batch: ScheduleBatch) -> AdmissionPlan:
+        return self.taper.plan(batch, len(self.waiting_queue))
+
+    def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        self.taper.launched(batch.forward_mode.is_decode(), self._sched_idled)
+        return super().run_batch(batch, *args, **kwargs)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        if self.taper.timer.asynchronous and result.copy_done is not None:
+            result.copy_done.synchronize()
+        self.taper.result_ready()
+        super().process_batch_result(batch, result)
+        self._taper_metrics.update(self.taper)
+
+    def _poll_timeout_aborts(self) -> list[Any]:
+        messages: list[Any] = super()._poll_timeout_aborts()
+        if self.taper.clock.shared and not self.running_batch.is_empty():
+            messages.append(self.taper.make_tick())
+        return messages
+
+    # -- control
+
+    def _handle_taper_control(self, message: TaperControlReq) -> TaperControlReqOutput:
+        try:
+            self._do_taper_control(message.action, message.params)
+        except TaperError as error:
+            return TaperControlReqOutput(rid=message.rid, error=str(error))
+        return TaperControlReqOutput(
+            rid=message.rid, state=self._describe_taper_state()
+        )
+
+    def _do_taper_control(self, action: str, params: dict[str, Any]) -> None:
+        if action == "policy":
+            self.taper.change_policy(params)
+        elif action == "abort_group":
+            self._abort_group(params["group"])
+        elif action != "state":
+            raise FieldError("action", action, "one of state, policy, abort_group")
+
+    def _abort_group(self, group: str) -> None:
+        for req in self._taper_requests():
+            branch = getattr(req, "taper", None)
+            if branch is not None and branch.meta.group == group:
+                self.abort_request(AbortReq(rid=req.rid))
+
+    def _describe_taper_state(self) -> dict[str, Any]:
+        state = describe_state(self.taper)
+        state["num_running"] = len(self.running_batch.reqs)
+        state["num_waiting"] = len(self.waiting_queue)
+        return state
+
+
+def _latency_model(config: TaperConfig, graph_buckets: list[int]) -> StepLatencyModel:
+    if config.latency_profile is None:
+        return StepLatencyModel(graph_buckets=sorted(graph_buckets))
+    with open(config.latency_profile) as file:
+        return StepLatencyModel.from_profile(json.load(file))
+
+
+def _take_metadata(req: Any) -> BranchMeta:
+    """Our metadata, taken out of the parameters that custom logit processors see.
+
+    It was checked in the tokenizer process; a caller that went around it gets a
+    request that stands alone.
+    """
+    params = req.sampling_params
+    if not isinstance(params.custom_params, dict):
+        return BranchMeta()
+    if CUSTOM_PARAMS_KEY not in params.custom_params:
+        return BranchMeta()
+    others = dict(params.custom_params)
+    raw = others.pop(CUSTOM_PARAMS_KEY)
+    # Copied: requests that travelled together may share the object.
+    req.sampling_params = copy.copy(params)
+    req.sampling_params.custom_params = others or None
+    try:
+        return parse_branch_meta(raw)
+    except FieldError:
+        return BranchMeta()
+
+
+def _arrival_ms(recv_req: Any) -> float:
+    """When the tokenizer process got the request, on the step clock."""
+    created_s = getattr(recv_req.time_stats, "created_time", 0.0) or 0.0
+    return created_s * 1000.0 if created_s > 0 else monotonic_ms()
+
+
+@contextmanager
+def _unprepared(batch: ScheduleBatch) -> Iterator[None]:
+    """Keep SGLang from preparing all rows: only those admitted will be."""
+    batch.prepare_for_decode = lambda: None
+    try:
+        yield
+    finally:
+        del batch.prepare_for_decode
+
+
+@contextmanager
+def _exact_ids_only(reqs: list[Any], abort: AbortReq) -> Iterator[None]:
+    """SGLang aborts every id that *starts with* the given one: hide the others."""
+    hidden = []
+    if not abort.abort_all:
+        hidden = [r for r in reqs if r.rid != abort.rid and r.rid.startswith(abort.rid)]
+    for req in hidden:
+        req.rid = "\0" + req.rid
+    try:
+        yield
+    finally:
+        for req in hidden:
+            req.rid = req.rid[1:]

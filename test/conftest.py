@@ -1,0 +1,39 @@
+"""Shared fixtures. Servers are started once per session and used by many tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from server import Server, running_server
+
+# Exactly the same arithmetic whatever the batch: greedy outputs can be compared.
+EXACT = ("--dtype", "float32")
+
+
+@pytest.fixture(scope="session")
+def taper_server() -> Iterator[Server]:
+    """Overlap scheduling on, strict memory checks at every step."""
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    with running_server(*EXACT, "--enable-metrics", env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stock_server() -> Iterator[Server]:
+    """Plain SGLang: the plugin is installed, its policy is `none`."""
+    with running_server(*EXACT, module="sglang.launch_server") as server:
+        yield server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever needs a server is slow; cheap tests come first."""
+    for item in items:
+        if "e2e" in item.nodeid:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
