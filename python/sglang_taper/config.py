@@ -8,12 +8,12 @@ made from them, so nothing is written twice.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.types import PolicyParams
@@ -23,6 +23,7 @@ NO_POLICY = "none"
 DEADLINES = ("schedule", "progress")
 UTILITIES = ("linear", "concave", "priority")
 ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
+NOT_YET = {"shared_prefix_attention": ("torch", "triton", "flashinfer")}
 
 
 @dataclass(frozen=True)
@@ -103,20 +104,22 @@ class TaperConfig:
     )
     shared_prefix_attention: str = _setting(
         "auto",
-        "Attention that reads a shared prefix once per group.",
+        "Attention that reads a shared prefix once per group. In this version there "
+        "is none yet: auto and off use SGLang's own, the others are refused.",
         ATTENTIONS,
     )
     fork_pin_ttl_s: float = _setting(
         60.0,
-        "Seconds a request without a running branch is remembered, and its prefix "
-        "kept, for its next stage.",
+        "Seconds a request without a living branch is remembered, with its deadlines "
+        "and token counts, for its next stage.",
         Range(0, 86_400, include_low=True),
         float,
     )
     max_pinned_fraction: float = _setting(
-        0.5,
-        "Largest share of the KV pool that fork pins may hold.",
-        Range(0, 1, include_low=True),
+        0.0,
+        "Largest share of the KV pool that fork pins may hold. In this version "
+        "forks are not pinned yet, so nothing but 0 is accepted.",
+        Range(0, 0, include_low=True),
         float,
     )
 
@@ -124,7 +127,9 @@ class TaperConfig:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is not None or f.default is not None:
-                object.__setattr__(self, f.name, _checked(f, value))
+                object.__setattr__(self, f.name, checked(f, value))
+            if getattr(self, f.name) in NOT_YET.get(f.name, ()):
+                raise FieldError(flag_of(f.name), value, "not built yet: auto or off")
 
     @property
     def enabled(self) -> bool:
@@ -152,7 +157,7 @@ def env_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def _checked(f: Any, value: object, name: str | None = None) -> object:
+def checked(f: Any, value: object, name: str | None = None) -> object:
     """`value` converted and in range, or FieldError naming flag, value and range.
 
     `name` stands for the flag in the error.
@@ -160,71 +165,30 @@ def _checked(f: Any, value: object, name: str | None = None) -> object:
     kind, accepted = f.metadata["kind"], f.metadata["accepted"]
     name = name or flag_of(f.name)
     try:
-        if isinstance(value, bool):
-            raise ValueError
         converted = kind(value)
+        if isinstance(value, bool) or (isinstance(value, float) and converted != value):
+            raise ValueError  # int(2.7) would be 2
     except (TypeError, ValueError):
         expected = f"{kind.__name__} {accepted or ''}".strip()
         raise FieldError(name, value, expected) from None
     if accepted is not None and converted not in accepted:
-        shown = (
-            accepted if isinstance(accepted, Range) else "one of " + ", ".join(accepted)
-        )
-        raise FieldError(name, value, str(shown))
+        shown = str(accepted)
+        if isinstance(accepted, tuple):
+            shown = "one of " + ", ".join(accepted)
+        raise FieldError(name, value, shown)
     return converted
 
 
-# Parameter of a running policy -> the setting that gives its first value.
-_PARAM_SETTINGS = {
-    "policy": "branch_policy",
-    "cap": "branch_cap",
-    "rho": "slack_fraction",
-    "deadline": "deadline",
-    "utility": "branch_utility",
-    "ttft_slo_ms": "ttft_slo_ms",
-    "tpot_slo_ms": "tpot_slo_ms",
-}
-_JSON_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
-    int: ((int,), "an integer"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a string"),
-}
-
-
-def updated_params(params: PolicyParams, changes: Mapping[str, object]) -> PolicyParams:
-    """`params` with `changes` from outside applied; types are checked, not converted.
-
-    `rho` None means the default of the deadline. Raises FieldError naming parameter,
-    value and what is accepted.
-    """
-    if not changes:
-        known = ", ".join(_PARAM_SETTINGS)
-        raise FieldError("changes", dict(changes), f"at least one of {known}")
-    checked = {name: _checked_param(name, value) for name, value in changes.items()}
-    return msgspec.structs.replace(params, **checked)
-
-
-def _checked_param(name: str, value: object) -> object:
-    if name not in _PARAM_SETTINGS:
-        raise FieldError(name, value, "known: " + ", ".join(_PARAM_SETTINGS))
-    f = TaperConfig.__dataclass_fields__[_PARAM_SETTINGS[name]]
-    if value is None and f.default is None:
-        return None
-    types, shown = _JSON_TYPES[f.metadata["kind"]]
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise FieldError(name, value, shown)
-    return _policy(value) if name == "policy" else _checked(f, value, name)
-
-
-def _policy(value: object) -> object:
-    from sglang_taper.policy.admission import policy_names
-
-    if value == NO_POLICY:
-        reason = "engine hooks exist only from start-up on; use off or eager"
-        raise FieldError("policy", value, reason)
-    if value not in policy_names():
-        raise FieldError("policy", value, "one of " + ", ".join(policy_names()))
-    return value
+def read_latency_profile(path: str) -> dict[str, Any]:
+    """The JSON object in `path`; FieldError names the flag when there is none."""
+    flag = flag_of("latency_profile")
+    try:
+        profile = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise FieldError(flag, path, f"a readable JSON file ({error})") from None
+    if not isinstance(profile, dict):
+        raise FieldError(flag, path, "a file with one JSON object")
+    return profile
 
 
 def to_environment(config: TaperConfig) -> dict[str, str]:

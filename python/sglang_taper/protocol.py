@@ -112,7 +112,7 @@ def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> Branch
     if "group" not in given and not STANDALONE_KEYS.issuperset(given):
         raise FieldError(f"{field}.group", None, "required: the id of the request")
     checked = {k: _CHECKS[k](f"{field}.{k}", v) for k, v in given.items()}
-    meta = BranchMeta(**checked)
+    meta = BranchMeta(**checked)  # type: ignore[arg-type]
     if meta.branch >= meta.width and "width" in given:
         raise FieldError(
             f"{field}.branch", meta.branch, f"less than width={meta.width}"

@@ -122,7 +122,9 @@ def test_the_main_process_has_only_flag_hooks_with_policy_none() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["sglang_taper.launch_server", "sglang.launch_server"])
+@pytest.mark.parametrize(
+    "module", ["sglang_taper.launch_server", "sglang.launch_server"]
+)
 def test_a_changed_sglang_ends_the_start_with_code_2(module: str) -> None:
     code = (
         "import sys, runpy\n"

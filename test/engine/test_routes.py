@@ -16,7 +16,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_taper.config import updated_params
+from sglang_taper.changes import updated_params
 from sglang_taper.engine import routes
 from sglang_taper.engine.messages import TaperControlReq, TaperControlReqOutput
 from sglang_taper.errors import FieldError, HookError

@@ -4,7 +4,7 @@ The running batch keeps all its rows. A step that leaves some out runs a *view*:
 shallow copy filtered to the admitted rows, prepared by SGLang's own
 `prepare_for_decode`. Afterwards the lengths of the admitted rows, and the state of
 their penalties, are written back; nothing else of the running batch changes, so
-memory checks, retraction, aborts and idle detection see every row (seams 4.2).
+memory checks, retraction, aborts and idle detection see every row (docs/adr/0001).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,12 +52,34 @@ def calibrate_before_warmup_hook(
 ) -> None:
     """AROUND `_wait_and_warmup` (its own thread): calibrate, then SGLang's warm-up."""
     config = current()
-    if config.enabled and config.latency_profile is None:
+    wanted = config.enabled and config.latency_profile is None
+    if wanted and _claim(server_args.port):
         try:
             calibrate(server_args.url(), _limits())
         except requests.RequestException as error:
             logger.warning("Calibration stopped (%s); the model learns online", error)
     original(server_args, *args, **kwargs)
+
+
+# Held until this process ends.
+_claims: list[socket.socket] = []
+
+
+def _claim(port: int) -> bool:
+    """Whether this process is the one to calibrate the server on `port`.
+
+    With several tokenizer workers each runs its own warm-up; together they would
+    show the model batches it never asked for. An abstract socket has one owner and
+    leaves nothing behind.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0sglang_taper/calibration/{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
 
 
 class Limits(msgspec.Struct, frozen=True):

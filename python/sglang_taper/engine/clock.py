@@ -2,7 +2,7 @@
 
 With one rank it is the monotonic clock. With several, each rank would read another
 time and plan another batch, and the next collective would hang; so the leader sends
-a `TaperTick` with the ordinary request broadcast (seams 4.5) and every rank, the
+a `TaperTick` with the ordinary request broadcast (docs/adr/0003) and every rank, the
 leader too, plans with what the last tick said. A lost tick only makes time stand
 still for one iteration.
 """

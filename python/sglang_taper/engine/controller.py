@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang_taper.config import TaperConfig, updated_params
+from sglang_taper.changes import updated_params
+from sglang_taper.config import TaperConfig
 from sglang_taper.engine.clock import StepClock, TaperTick, monotonic_ms
 from sglang_taper.engine.counters import Counters, StepRecord
 from sglang_taper.engine.groups import (

@@ -19,6 +19,8 @@ from sglang_taper.engine.hooks import Role
 from sglang_taper.engine.refusals import refused
 from sglang_taper.errors import TaperError
 from sglang_taper.models import resolve_model_path
+from sglang_taper.policy.admission import make_policy
+from sglang_taper.policy.latency import StepLatencyModel
 
 WORKER_APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
 WORKER_APP = "sglang_taper.engine.serving_app:app"
@@ -101,9 +103,11 @@ def activate(cli: Mapping[str, object]) -> TaperConfig:
     config = settings.load(cli, _user_environment(), defaults)
     _export(config)
     if config.enabled:
-        from sglang_taper.policy.admission import make_policy
-
         make_policy(config.branch_policy)
+        if config.latency_profile is not None:
+            StepLatencyModel.from_profile(
+                settings.read_latency_profile(config.latency_profile)
+            )
         plugin.preflight()
         plugin.install(Role.TOKENIZER)
         os.environ.setdefault(WORKER_APP_VARIABLE, WORKER_APP)

@@ -24,11 +24,13 @@ NUM_SEEN_BRANCHES = 8
 class Group:
     """A grouped request: its state, its living branches, what it has computed."""
 
-    __slots__ = ("idle_since_ms", "num_live", "seen_tokens", "state")
+    __slots__ = ("idle_since_ms", "num_live", "num_to_abort", "seen_tokens", "state")
 
     def __init__(self, state: RequestState, now_ms: float) -> None:
         self.state = state
         self.num_live = 0
+        # Samples of n>1 still on their way when the group was aborted.
+        self.num_to_abort = 0
         self.idle_since_ms = now_ms
         # Token ids of the newest branches: what a new one may hope to share.
         self.seen_tokens: list[Any] = []
@@ -133,6 +135,21 @@ class GroupTable:
 
     def clear(self) -> None:
         self.groups.clear()
+
+    def abort_on_arrival(self, branch: Branch) -> None:
+        """The group of `branch` was aborted. If the branch is the prefix of samples
+        that SGLang sends once it is computed, they are to be aborted as they come."""
+        if branch.is_prefix_only and branch.group is not None:
+            branch.group.num_to_abort = branch.meta.width
+
+
+def arrives_aborted(branch: Branch) -> bool:
+    """Whether its group was aborted before this sample came."""
+    group = branch.group
+    if group is None or branch.is_prefix_only or group.num_to_abort == 0:
+        return False
+    group.num_to_abort -= 1
+    return True
 
 
 def _request_state(

@@ -29,13 +29,15 @@ class Kind(StrEnum):
     AFTER = "after"
     OVERRIDE = "override"
     ASSIGN = "assign"
+    RELIED_ON = "relied on"  # not touched; its behaviour is assumed
 
 
 class Hook(msgspec.Struct, frozen=True):
     """One row.
 
-    `function` is `module:attribute` inside this package; None for OVERRIDE rows,
-    which are here to be fingerprinted. `always` rows exist with policy `none` too.
+    `function` is `module:attribute` inside this package; None for OVERRIDE and
+    RELIED_ON rows, which are here to be fingerprinted. `always` rows exist with
+    policy `none` too.
     """
 
     id: str
@@ -203,6 +205,25 @@ HOOKS: tuple[Hook, ...] = (
         function=f"{_ENGINE}.routes:attach_control_hook",
         why="adds our communicator to the ones just built, and our routes to the app",
         removable_when="plugins can declare communicators and routes",
+    ),
+    Hook(
+        id="sample-order",
+        target=f"{_TOK}._handle_batch_request",
+        kind=Kind.RELIED_ON,
+        role=Role.TOKENIZER,
+        function=None,
+        why="sends the samples of n>1 in the order of their index, after a request "
+        "without new tokens, all with one sampling-parameters object",
+        removable_when="SGLang stamps a sibling index on the copies",
+    ),
+    Hook(
+        id="abort-route",
+        target="sglang.srt.entrypoints.http_server.abort_request",
+        kind=Kind.RELIED_ON,
+        role=Role.TOKENIZER,
+        function=None,
+        why="the route that also takes a group; bodies without one are passed on",
+        removable_when="SGLang aborts groups",
     ),
     Hook(
         id="scheduler",

@@ -22,6 +22,15 @@ _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
+_FRONT_MODULES = (_ENGINE_MODULE, "sglang.srt.entrypoints.http_server")
+_ROLES_BY_TARGET: dict[str | None, Role | None] = {
+    "run_scheduler_process": Role.SCHEDULER,
+    "run_scheduler_process_with_init_pipe": Role.SCHEDULER,
+    "run_detokenizer_process": None,
+    "run_multi_detokenizer_router_process": None,
+    "run_data_parallel_controller_process": None,
+}
+
 # Rows installed in this process, by id.
 installed: dict[str, Hook] = {}
 
@@ -40,10 +49,14 @@ def register() -> None:
 
 
 def current_role() -> Role | None:
-    """Which process this is, by what SGLang has imported (seams 0.2)."""
-    if _TOKENIZER_MODULE in sys.modules:
-        return Role.MAIN
-    if multiprocessing.parent_process() is None:
+    """Which process this is: by the function SGLang started it with, else by what
+    is imported there before plugins are loaded. None: nothing to do there."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    name = getattr(target, "__name__", None)
+    if name in _ROLES_BY_TARGET:
+        return _ROLES_BY_TARGET[name]
+    is_child = multiprocessing.parent_process() is not None
+    if not is_child or any(module in sys.modules for module in _FRONT_MODULES):
         return Role.MAIN
     return Role.SCHEDULER if _SCHEDULER_MODULE in sys.modules else None
 
@@ -86,7 +99,7 @@ def install(role: Role) -> None:
     for row in rows:
         if row.kind is Kind.ASSIGN:
             _assign(row)
-        elif row.kind is not Kind.OVERRIDE:
+        elif row.function is not None:
             _register_row(row)
     _registry().apply_hooks()
     for row in rows:
@@ -119,7 +132,7 @@ def _assign(row: Hook) -> None:
 
 
 def function_of(row: Hook) -> Any:
-    """Our function or class behind a row that is not an OVERRIDE."""
+    """Our function or class behind a row that has one."""
     assert row.function is not None, f"{row.id} has no function"
     module, _, name = row.function.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -127,6 +140,8 @@ def function_of(row: Hook) -> Any:
 
 def verify(row: Hook) -> None:
     """Raise HookError unless the target really is ours now."""
+    if row.kind is Kind.RELIED_ON:
+        return
     owner, _, name = row.target.rpartition(".")
     found = getattr(pkgutil.resolve_name(owner), name)
     if row.kind is Kind.OVERRIDE:

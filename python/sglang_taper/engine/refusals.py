@@ -1,7 +1,7 @@
 """Modes of SGLang a branch policy does not work with, refused at start-up.
 
 Each leaves rows of the running batch outside the step in a way SGLang's loop for
-that mode would lose or duplicate (seams 4.4); the reason is told to the operator.
+that mode would lose or duplicate; the reason is told to the operator.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_taper.config import updated_params
+from sglang_taper.changes import updated_params
 from sglang_taper.engine.messages import TaperControlReq, TaperControlReqOutput
 from sglang_taper.errors import FieldError, HookError
 from sglang_taper.policy.types import PolicyParams

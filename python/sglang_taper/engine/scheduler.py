@@ -7,13 +7,12 @@ does to a batch is in `apply`. The table in `hooks.py` says why each one exists.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import (
     SchedulerOutputStreamer,
@@ -22,11 +21,12 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_taper.config import TaperConfig
+from sglang_taper.config import TaperConfig, read_latency_profile
 from sglang_taper.config import load as load_config
 from sglang_taper.engine.apply import admit_rows
 from sglang_taper.engine.clock import TaperTick, monotonic_ms
 from sglang_taper.engine.controller import BranchController
+from sglang_taper.engine.groups import arrives_aborted
 from sglang_taper.engine.messages import (
     TaperControlReq,
     TaperControlReqOutput,
@@ -90,6 +90,8 @@ class TaperScheduler(Scheduler):
             _arrival_ms(recv_req),
             UNLIMITED_TOKENS if limit is None else limit,
         )
+        if arrives_aborted(req.taper):
+            req.to_finish = FINISH_ABORT()
         return req
 
     def send_abort_output(self, abort_req: AbortReq, req: Any) -> None:
@@ -173,6 +175,7 @@ class TaperScheduler(Scheduler):
         for req in self._taper_requests():
             branch = getattr(req, "taper", None)
             if branch is not None and branch.meta.group == group:
+                self.taper.groups.abort_on_arrival(branch)
                 self.abort_request(AbortReq(rid=req.rid))
 
     def _describe_taper_state(self) -> dict[str, Any]:
@@ -185,8 +188,7 @@ class TaperScheduler(Scheduler):
 def _latency_model(config: TaperConfig, graph_buckets: list[int]) -> StepLatencyModel:
     if config.latency_profile is None:
         return StepLatencyModel(graph_buckets=sorted(graph_buckets))
-    with open(config.latency_profile) as file:
-        return StepLatencyModel.from_profile(json.load(file))
+    return StepLatencyModel.from_profile(read_latency_profile(config.latency_profile))
 
 
 def _take_metadata(req: Any) -> BranchMeta:

@@ -8,6 +8,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+DEFAULT_MAX_TOTAL_TOKENS = 65_536
+
 
 class TaperCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Plain PyTorch on CPU: no graphs, no Triton, no pinned memory."""
@@ -16,10 +18,26 @@ class TaperCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
+        """SGLang's pure PyTorch attention, the one that needs no kernel package."""
         return "torch_native"
 
-    def is_pin_memory_available(self) -> bool:
-        return False
+    def get_device(self, device_id: int = 0) -> str:
+        """The device as text: SGLang splits it at a colon when --device is absent."""
+        return self.device_type
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        pass
+        """Set the defaults that make `--model-path` the only flag needed.
+
+        Writes `attention_backend` when it is SGLang's x86 default `intel_amx`, whose
+        kernels no wheel on PyPI carries, and `max_total_tokens` when neither it nor
+        `mem_fraction_static` was given.
+        """
+        if server_args.attention_backend == "intel_amx":
+            server_args.attention_backend = self.get_default_attention_backend()
+        if (
+            server_args.max_total_tokens is None
+            and server_args.mem_fraction_static is None
+        ):
+            # SGLang would zero seven tenths of the host's memory as KV pool: most of
+            # a minute at start-up, and nothing left for other programs.
+            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS

@@ -38,6 +38,8 @@ Vector = list[float]
 _SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
 _PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
 _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
+# What GET /taper/state says besides: its `latency_model` can be used as a profile.
+_IGNORED_KEYS = ("trusted", "mape", "num_samples")
 
 
 def bucket_rows(rows: int, graph_buckets: Sequence[int]) -> int:
@@ -198,7 +200,7 @@ class StepLatencyModel:
         unknown key, and for a value that is not finite and at least 0.
         """
         for key in profile:
-            if key not in _PROFILE_KEYS:
+            if key not in _PROFILE_KEYS and key not in _IGNORED_KEYS:
                 accepted = "known keys are " + ", ".join(_PROFILE_KEYS)
                 raise FieldError(f"latency_profile.{key}", profile[key], accepted)
         model = cls(

@@ -1,0 +1,65 @@
+"""Policy parameters that change while the server runs: what is accepted.
+
+The ranges are those of the settings that give the parameters their first values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from sglang_taper.config import NO_POLICY, TaperConfig, checked
+from sglang_taper.errors import FieldError
+from sglang_taper.policy.admission import policy_names
+from sglang_taper.policy.types import PolicyParams
+
+# Parameter of a running policy -> the setting that gives its first value.
+_PARAM_SETTINGS = {
+    "policy": "branch_policy",
+    "cap": "branch_cap",
+    "rho": "slack_fraction",
+    "deadline": "deadline",
+    "utility": "branch_utility",
+    "ttft_slo_ms": "ttft_slo_ms",
+    "tpot_slo_ms": "tpot_slo_ms",
+}
+_JSON_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+}
+
+
+def updated_params(params: PolicyParams, changes: Mapping[str, object]) -> PolicyParams:
+    """`params` with `changes` from outside applied; types are checked, not converted.
+
+    `rho` None means the default of the deadline. Raises FieldError naming parameter,
+    value and what is accepted.
+    """
+    if not changes:
+        known = ", ".join(_PARAM_SETTINGS)
+        raise FieldError("changes", dict(changes), f"at least one of {known}")
+    accepted = {name: _checked_param(name, value) for name, value in changes.items()}
+    return msgspec.structs.replace(params, **accepted)
+
+
+def _checked_param(name: str, value: object) -> object:
+    if name not in _PARAM_SETTINGS:
+        raise FieldError(name, value, "known: " + ", ".join(_PARAM_SETTINGS))
+    f = TaperConfig.__dataclass_fields__[_PARAM_SETTINGS[name]]
+    if value is None and f.default is None:
+        return None
+    types, shown = _JSON_TYPES[f.metadata["kind"]]
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise FieldError(name, value, shown)
+    return _policy(value) if name == "policy" else checked(f, value, name)
+
+
+def _policy(value: object) -> object:
+    if value == NO_POLICY:
+        reason = "engine hooks exist only from start-up on; use off or eager"
+        raise FieldError("policy", value, reason)
+    if value not in policy_names():
+        raise FieldError("policy", value, "one of " + ", ".join(policy_names()))
+    return value

@@ -1,0 +1,109 @@
+"""Metadata of the branches a client opens: who belongs together, who is whose child."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+
+# Below this, prefilling the prefix in every sibling costs less than the round trip
+# of committing it first; sglang.lang uses the same bound before run_batch.
+COMMIT_MIN_CHARS = 64
+
+
+def new_group() -> str:
+    """An id for a new request (32 hexadecimal digits)."""
+    return uuid.uuid4().hex
+
+
+def new_rid() -> str:
+    """A request id that is no prefix of another: SGLang's abort matches prefixes."""
+    return uuid.uuid4().hex + "/"
+
+
+def with_branch(
+    sampling_params: Mapping[str, Any] | None, meta: BranchMeta
+) -> dict[str, Any]:
+    """A copy of `sampling_params` that carries `meta`.
+
+    Other keys of `custom_params` stay. Nothing passed in is written to.
+    """
+    params = dict(sampling_params or {})
+    others = params.get("custom_params") or {}
+    params["custom_params"] = {**others, CUSTOM_PARAMS_KEY: meta.to_wire()}
+    return params
+
+
+def fork_meta(
+    source: BranchMeta, width: int, stage: int, parent: str | None
+) -> list[BranchMeta]:
+    """Metadata of the `width` children of `source`, which sent `parent` (a rid) last.
+
+    The children are one level deeper and keep group, SLOs and priority. Raises
+    FieldError when `width`, the depth or `stage` leave the range the server accepts.
+    """
+    first = replace(
+        source,
+        branch=0,
+        width=width,
+        depth=source.depth + 1,
+        stage=stage,
+        parent=parent,
+    )
+    parse_branch_meta(first.to_wire(), "fork")
+    return [replace(first, branch=i) for i in range(width)]
+
+
+class Branch:
+    """One program state: its metadata, and what the server has already seen of it.
+
+    The root of a program is branch 0 of width 1 at depth 0. Its stage is the number
+    of forks so far; a child keeps the stage of the fork that made it. Forks are
+    numbered over the whole program, so group, depth, stage and branch name a state.
+    """
+
+    def __init__(self, meta: BranchMeta, stages: Iterator[int]) -> None:
+        self.meta = meta
+        self.last_rid: str | None = None
+        self.num_cached_chars = 0
+        self.num_cached_images = 0
+        self._stages = stages
+
+    @classmethod
+    def root(cls, targets: BranchMeta) -> Branch:
+        """The first state of a new request; `targets` holds its SLOs and priority."""
+        return cls(replace(targets, group=new_group()), itertools.count(1))
+
+    def fork(self, width: int) -> list[Branch]:
+        """The children of a fork into `width` branches; opens a new stage.
+
+        Raises FieldError as `fork_meta` does.
+        """
+        stage = next(self._stages)
+        metas = fork_meta(self.meta, width, stage, self.last_rid)
+        if self.meta.depth == 0:
+            self.meta = replace(self.meta, stage=stage)
+        return [self._child(meta) for meta in metas]
+
+    def _child(self, meta: BranchMeta) -> Branch:
+        child = Branch(meta, self._stages)
+        child.num_cached_chars = self.num_cached_chars
+        child.num_cached_images = self.num_cached_images
+        return child
+
+    def cached(self, num_chars: int, num_images: int) -> None:
+        """Note that the server's radix tree holds this much of the state."""
+        self.num_cached_chars = num_chars
+        self.num_cached_images = num_images
+
+    def worth_committing(self, num_chars: int, num_images: int) -> bool:
+        """Whether siblings gain when this much is committed before they arrive."""
+        return (
+            num_images > self.num_cached_images
+            or num_chars - self.num_cached_chars > COMMIT_MIN_CHARS
+        )
