@@ -1,6 +1,6 @@
 """Time of one plan: building the StepView and choosing the rows, in ms.
 
-    python benchmark/planner.py [--steps N] [--repeat N] [--json FILE] [--check]
+    python benchmark/planner.py [--steps N] [--repeat N] [--no-server] [--json FILE]
 
 The loop around it is that of a server: the rows that were admitted get a token and
 move back in the queue, time advances by the predicted step, and every few steps a
@@ -13,7 +13,8 @@ collector is left on, as in a server.
 same cores took. Step i is the same work in every run of a case, so `--repeat N` takes
 its fastest of N: on a busy machine that removes what is not the planner's. `--check`
 fails (exit code 1) when the CPU P99 of `taper` with linear utility at 512 rows in 64
-requests is not below 0.3 ms.
+requests is not below 0.3 ms. Last comes what a deferring step costs in a real server
+(deferring_step.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from deferring_step import format_overhead, measure_in_new_server
 
 from sglang_taper.policy.admission import make_policy
 from sglang_taper.policy.latency import predict_ms
@@ -208,6 +210,12 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--check", action="store_true", help="fail above the limit")
+    parser.add_argument(
+        "--no-server",
+        action="store_true",
+        help="leave out the cost of a deferring step, which starts a real server",
+    )
+    parser.add_argument("--model-path", default="smollm2", help="model of that server")
     args = parser.parse_args()
     print(f"{'size':8}{'case':34}{''.join(f'{n:>13}' for n in TIMES)}  admitted")
     results = []
@@ -215,8 +223,13 @@ def main() -> int:
         for case in CASES:
             results.append(measure(case, rows, requests, args.steps, args.repeat))
             show(results[-1])
+    overhead = None
+    if not args.no_server:
+        overhead = measure_in_new_server(args.model_path)
+        print(format_overhead(overhead))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
+        facts = {"plans": results, "deferring_step": overhead}
+        Path(args.json).write_text(json.dumps(facts, indent=1))
     return int(args.check and not is_fast_enough(results))
 
 
