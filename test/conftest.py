@@ -20,7 +20,8 @@ EXACT = ("--dtype", "float32")
 def taper_server() -> Iterator[Server]:
     """Overlap scheduling on, strict memory checks at every step."""
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with running_server(*EXACT, "--enable-metrics", env=env) as server:
+    flags = (*EXACT, "--enable-metrics", "--enable-custom-logit-processor")
+    with running_server(*flags, env=env) as server:
         yield server
 
 

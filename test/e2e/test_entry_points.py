@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import SMALL_POOL, Server, running_server
 from workload import STORY, branch_request, run_all
+
+from server import SMALL_POOL, Server, running_server
 
 ENGINE_PROGRAM = """
 import json, sys

@@ -114,3 +114,26 @@ def test_outputs_are_equal_under_forced_retraction_without_overlap(
     assert any(a["meta_info"].get("retraction_count", 0) for a in answers) or (
         "Testing retraction" in harsh_server.text_of_log()
     )
+
+
+@pytest.fixture(scope="module")
+def tiny_pool() -> Any:
+    """Not enough KV for everybody: SGLang retracts on its own account."""
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    pool = ("--max-total-tokens", "420", "--max-running-requests", "16")
+    with running_server(*EXACT, "--sleep-on-idle", env=env, pool=pool) as server:
+        yield server
+
+
+@pytest.mark.parametrize("policy", ["eager", "off", "taper"])
+def test_outputs_are_equal_when_the_pool_is_too_small(
+    tiny_pool: Server, stock_server: Server, policy: str
+) -> None:
+    requests = mixed_requests(with_penalty=False)
+    for request in requests:
+        request["sampling_params"]["max_new_tokens"] = 45
+    expected = outputs(run_all(stock_server, requests))
+    stock_server.flush()
+    answers, _ = run_under(tiny_pool, {"policy": policy}, requests)
+    assert outputs(answers) == expected
+    assert "KV cache pool is full" in tiny_pool.text_of_log()

@@ -13,7 +13,7 @@ from workload import STORY, branch_request, outputs, run_all
 
 from server import Server
 
-LONG = {"max_new_tokens": 300, "ignore_eos": True}
+LONG = {"max_new_tokens": 120, "ignore_eos": True}
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_abort_takes_exact_ids(taper_server: Server) -> None:
         one, ten = start_branches(taper_server, pool, ["r1", "r10"], "exact")
         abort(taper_server, rid="r1")
         assert one.result()["meta_info"]["finish_reason"]["type"] == "abort"
-        assert ten.result()["meta_info"]["completion_tokens"] == 300
+        assert ten.result()["meta_info"]["completion_tokens"] == 120
 
 
 def test_one_call_aborts_a_group_and_nobody_else(taper_server: Server) -> None:
@@ -199,7 +199,7 @@ def test_one_call_aborts_a_group_and_nobody_else(taper_server: Server) -> None:
         abort(taper_server, group="mine")
         reasons = [m.result()["meta_info"]["finish_reason"]["type"] for m in mine]
         assert reasons == ["abort"] * 3
-        assert other.result()["meta_info"]["completion_tokens"] == 300
+        assert other.result()["meta_info"]["completion_tokens"] == 120
     assert taper_server.post("/abort_request", {"group": "a b"}).status_code == 400
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,22 +54,33 @@ def test_another_version_of_sglang_is_refused(monkeypatch: Any) -> None:
         compat.check_version()
 
 
-def scheduler_child(queue: Any) -> None:
-    """What `run_scheduler_process` does before it builds a Scheduler."""
-    import sglang.srt.managers.scheduler as module
-    from sglang.srt.plugins import load_plugins
+def our_targets() -> list[str]:
+    """Targets with a hook of ours in this process; other plugins have theirs."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    return sorted(
+        target
+        for target, hooks in HookRegistry._hooks.items()
+        if any(hook.__module__.startswith("sglang_taper.") for _, hook, _ in hooks)
+        and target in HookRegistry._patched
+    )
+
+
+def run_scheduler_process(queue: Any) -> None:
+    """What SGLang's function of this name does before it builds a Scheduler."""
+    import sglang.srt.managers.scheduler as module
+    from sglang.srt.plugins import load_plugins
+
     load_plugins()
-    queue.put((module.Scheduler.__module__, sorted(HookRegistry._patched)))
+    queue.put((module.Scheduler.__module__, our_targets()))
 
 
-def run_scheduler_child(policy: str) -> tuple[str, list[str]]:
+def run_child(target: Any, policy: str) -> tuple[str, list[str]]:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     os.environ["SGLANG_TAPER_BRANCH_POLICY"] = policy
     try:
-        child = context.Process(target=scheduler_child, args=(queue,))
+        child = context.Process(target=target, args=(queue,))
         child.start()
         found = queue.get(timeout=120)
         child.join()
@@ -79,14 +91,14 @@ def run_scheduler_child(policy: str) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_scheduler_process_is_stock_with_policy_none() -> None:
-    module, patched = run_scheduler_child("none")
+    module, patched = run_child(run_scheduler_process, "none")
     assert module == "sglang.srt.managers.scheduler"
     assert patched == []
 
 
 @pytest.mark.slow
 def test_a_scheduler_process_runs_our_class_with_a_policy() -> None:
-    module, patched = run_scheduler_child("off")
+    module, patched = run_child(run_scheduler_process, "off")
     wanted = {
         row.target
         for row in HOOKS
@@ -107,14 +119,28 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_detokenizer_process(queue: Any) -> None:
+    import sglang.srt.managers.detokenizer_manager  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    queue.put(("", our_targets()))
+
+
+@pytest.mark.slow
+def test_a_detokenizer_process_is_left_alone() -> None:
+    assert run_child(run_detokenizer_process, "off") == ("", [])
+
+
 @pytest.mark.slow
 def test_the_main_process_has_only_flag_hooks_with_policy_none() -> None:
     code = (
         "from sglang.srt.server_args import prepare_server_args\n"
         "from sglang.srt.plugins import load_plugins\n"
-        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_plugin import our_targets\n"
         "load_plugins(); prepare_server_args(['--model-path', 'x'])\n"
-        "print(sorted(HookRegistry._patched))\n"
+        "print(our_targets())\n"
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx
+import msgspec
 import pytest
 import sglang as sgl
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint as StockEndpoint
@@ -15,6 +16,7 @@ from sglang.test import test_programs as programs
 
 import sglang_taper
 from sglang_taper.frontend.client import ServerError, TaperClient
+from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,8 +27,12 @@ PROMPT = (
 )
 
 
+POLICIES = ("off", "eager", "cap", "taper")
+
+
 @pytest.fixture
 def url(taper_server) -> str:
+    taper_server.set_policy(**msgspec.structs.asdict(PolicyParams()))
     return taper_server.url
 
 
@@ -76,7 +82,6 @@ def listing(s, width, mode="gather_variable"):
     "program",
     [
         programs.test_mt_bench,
-        programs.test_parallel_decoding,
         programs.test_stream,
         programs.test_regex,
         programs.test_dtype_gen,
@@ -136,7 +141,27 @@ def test_both_joins_continue_from_the_same_text(endpoint):
     assert gathered.text() == appended.text()
 
 
-def test_nested_forks_and_batches_of_them_finish(endpoint):
+def regulate(server, policy):
+    """Under `taper` extra rows never fit: the step of one row takes up the slack."""
+    model = server.state()["latency_model"]
+    tpot_ms = model["a_ms"] + model["b_ms_per_row"]
+    changes = {"cap": 1, "tpot_slo_ms": tpot_ms, "rho": 0, "policy": policy}
+    server.set_policy(**changes)
+    return server.state()["counters"]["num_rows_deferred"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sglangs_fork_program_passes_under_every_policy(taper_server, endpoint, policy):
+    before = regulate(taper_server, policy)
+    programs.test_parallel_decoding()
+    after = taper_server.state()["counters"]["num_rows_deferred"]
+    assert (after > before) == (policy != "eager")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nested_forks_and_batches_of_them_finish(taper_server, endpoint, policy):
+    before = regulate(taper_server, policy)
+
     @sgl.function
     def program(s, topic):
         s += f"{PROMPT} {topic}"
@@ -153,6 +178,8 @@ def test_nested_forks_and_batches_of_them_finish(endpoint):
         assert state.error() is None
         assert [len(leaves) for leaves in state["leaf"]] == [2, 2]
         assert len(state["twig"]) == 2
+    after = taper_server.state()["counters"]["num_rows_deferred"]
+    assert (after > before) == (policy != "eager")
 
 
 def test_a_streamed_fork_gives_the_text_of_one_that_is_not_streamed(endpoint):

@@ -22,7 +22,6 @@ _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
-_FRONT_MODULES = (_ENGINE_MODULE, "sglang.srt.entrypoints.http_server")
 _ROLES_BY_TARGET: dict[str | None, Role | None] = {
     "run_scheduler_process": Role.SCHEDULER,
     "run_scheduler_process_with_init_pipe": Role.SCHEDULER,
@@ -55,8 +54,7 @@ def current_role() -> Role | None:
     name = getattr(target, "__name__", None)
     if name in _ROLES_BY_TARGET:
         return _ROLES_BY_TARGET[name]
-    is_child = multiprocessing.parent_process() is not None
-    if not is_child or any(module in sys.modules for module in _FRONT_MODULES):
+    if multiprocessing.parent_process() is None or _TOKENIZER_MODULE in sys.modules:
         return Role.MAIN
     return Role.SCHEDULER if _SCHEDULER_MODULE in sys.modules else None
 

@@ -172,10 +172,8 @@ def _fill(
     all_ms = predict_ms(model, step.num_rows, kv_tokens + added_by_extra)
     if budget_ms is None or all_ms <= budget_ms:
         return list(range(step.num_rows)), all_ms
-    chosen = set(baseline)
-    extra = [row for row in order if row not in chosen]
-    extra = _ranked(step, baseline, extra, added)
-    totals = list(accumulate([added[row] for row in extra], initial=kv_tokens))
+    extra = _ranked(step, baseline, _without(order, baseline), added)
+    totals = list(accumulate(map(added.__getitem__, extra), initial=kv_tokens))
 
     def step_ms(count: int) -> float:
         return predict_ms(model, num_baseline + count, totals[count])
@@ -183,6 +181,12 @@ def _fill(
     # S0 (count 0) always runs, so the search is for how many more fit.
     count = bisect_right(range(1, len(totals)), budget_ms, key=step_ms)
     return sorted(baseline + extra[:count]), step_ms(count)
+
+
+def _without(order: list[int], baseline: list[int]) -> list[int]:
+    """`order` less the rows of `baseline`."""
+    chosen = set(baseline)
+    return [row for row in order if row not in chosen]
 
 
 def _ranked(
