@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import requests
 from kits import FAIL_ON_STOCK, LONG, NEED_MORE, all_tests, run_kit_test
 from workload import STORY, branch_request
 
 from server import Server
+from sglang_taper.policy.types import PolicyParams
 
 LOAD_WIDTH = 2
 MAX_WIDTH = 256
@@ -60,7 +62,8 @@ def set_policy(server: Server, policy: str) -> None:
     """`taper` with a TPOT that a step of two rows keeps, and many rows would not."""
     model = server.state()["latency_model"]
     tpot_ms = 1.3 * (model["a_ms"] + 2 * model["b_ms_per_row"])
-    server.set_policy(policy=policy, cap=1, tpot_slo_ms=tpot_ms)
+    params = PolicyParams(policy=policy, cap=1, tpot_slo_ms=tpot_ms)
+    server.set_policy(**msgspec.structs.asdict(params))
 
 
 @contextlib.contextmanager
