@@ -33,7 +33,6 @@ def make_request(**changes: Any) -> RequestView:
     """A request that got its first token at 10 ms and its last one at 100 ms."""
     facts = {
         "group": "g",
-        "rows": (0,),
         "arrival_ms": 0.0,
         "first_token_ms": 10.0,
         "schedule_origin_ms": 10.0,
@@ -53,16 +52,11 @@ def make_view(
 ) -> StepView:
     """A view with `widths[i]` branches of request i, all alike unless changed."""
     owner = [i for i, width in enumerate(widths) for _ in range(width)]
-    rows = [tuple(r for r, q in enumerate(owner) if q == i) for i in range(len(widths))]
-    given = requests or [make_request() for _ in widths]
-    named = [
-        msgspec.structs.replace(r, rows=own) for r, own in zip(given, rows, strict=True)
-    ]
     count = len(owner)
     facts = {
         "step": 50,
         "now_ms": 105.0,
-        "requests": named,
+        "requests": requests or [make_request() for _ in widths],
         "request_of_row": owner,
         "branch": [b for width in widths for b in range(width)],
         "context_tokens": [100] * count,

@@ -216,8 +216,7 @@ def test_a_plan_is_what_literal_greedy_choice_gives(
     assume(model.trusted)
     soon = make_request(num_tokens=1, schedule_origin_ms=85.0 + slack_ms)
     requests = [
-        msgspec.structs.replace(soon, rows=r.rows, priority=r.priority)
-        for r in view.requests
+        msgspec.structs.replace(soon, priority=r.priority) for r in view.requests
     ]
     changed = msgspec.structs.replace(view, requests=requests, model=model)
     answer = plan(changed)

@@ -93,7 +93,7 @@ class Waits:
     def note(self, loop: DecodeLoop, view: StepView, plan: AdmissionPlan) -> None:
         ran = set(plan.rows)
         for row, state in enumerate(loop.states):
-            width = len(view.requests[view.request_of_row[row]].rows)
+            width = len(view.rows_of(view.request_of_row[row]))
             if row in ran:
                 self.deferred[state] = self.widest[state] = 0
                 continue

@@ -136,7 +136,7 @@ def test_view_lists_requests_in_order_of_first_row() -> None:
     states = [BranchState(owner, i, 40, 9) for i, owner in enumerate(owners)]
     view = build(StepBuilder(), states)
     assert view.request_of_row == [0, 1, 0, 1]
-    assert [request.rows for request in view.requests] == [(0, 2), (1, 3)]
+    assert [view.rows_of(0), view.rows_of(1)] == [[0, 2], [1, 3]]
     assert view.branch == [0, 1, 2, 3]
 
 
@@ -172,7 +172,7 @@ def test_view_follows_tokens_and_batch_changes() -> None:
     del states[0]
     third = build(builder, states, step=3)
     assert (second.branch, third.branch) == ([0, 1, 2], [1, 2])
-    assert third.requests[0].rows == (0, 1)
+    assert third.rows_of(0) == [0, 1]
 
 
 def test_view_follows_a_batch_that_changes_but_keeps_its_size() -> None:

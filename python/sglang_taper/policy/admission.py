@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 from math import log1p
@@ -234,7 +235,7 @@ def _rank_concave(
     owner, width = step.request_of_row, [0] * len(step.requests)
     for row in baseline:
         width[owner[row]] += 1
-    widest = max(len(request.rows) for request in step.requests)
+    widest = max(Counter(owner).values())
     gains = [log1p(1 / (1 + size)) for size in range(widest)]
     price = [0.0] * step.num_rows
     for row in extra:

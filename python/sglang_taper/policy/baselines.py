@@ -39,7 +39,7 @@ def _prefer_must_run(view: StepView, first: list[int]) -> None:
     for row in finished.intersection(first):
         request = view.request_of_row[row]
         first[request] = min(
-            (r for r in view.requests[request].rows if r not in finished),
+            (r for r in view.rows_of(request) if r not in finished),
             key=lambda r: (view.last_run_step[r], view.output_tokens[r], r),
             default=row,
         )

@@ -6,7 +6,6 @@ always an argument. `StepBuilder` makes the frozen `StepView` of a step from it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
@@ -140,7 +139,6 @@ class StepBuilder:
     def __init__(self) -> None:
         self._states: list[BranchState] = []
         self._requests: list[RequestState] = []
-        self._rows: list[tuple[int, ...]] = []
         self._request_of_row: list[int] = []
         self._branch: list[int] = []
         self._max_new_tokens: list[int] = []
@@ -185,17 +183,11 @@ class StepBuilder:
         )
 
     def _lay_out(self, states: list[BranchState]) -> None:
-        rows: defaultdict[RequestState, list[int]] = defaultdict(list)
-        for row, state in enumerate(states):
-            rows[state.request].append(row)
-        request_of_row = [0] * len(states)
-        for index, own in enumerate(rows.values()):
-            for row in own:
-                request_of_row[row] = index
+        owners = [state.request for state in states]
+        self._requests = list(dict.fromkeys(owners))
+        index = dict(zip(self._requests, range(len(owners)), strict=False))
         self._states = list(states)
-        self._requests = list(rows)
-        self._rows = [tuple(own) for own in rows.values()]
-        self._request_of_row = request_of_row
+        self._request_of_row = list(map(index.__getitem__, owners))
         self._branch = [state.branch for state in states]
         self._max_new_tokens = [state.max_new_tokens for state in states]
 
@@ -204,7 +196,6 @@ class StepBuilder:
         return [
             RequestView(
                 state.group,
-                rows,
                 state.arrival_ms,
                 state.first_token_ms,
                 state.schedule_origin_ms,
@@ -215,5 +206,5 @@ class StepBuilder:
                 state.tpot_slo_ms,
                 state.priority,
             )
-            for state, rows in zip(self._requests, self._rows, strict=True)
+            for state in self._requests
         ]

@@ -67,9 +67,9 @@ class BranchView(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestView(msgspec.Struct, frozen=True, gc=False):
-    """One request: the branches it has in the batch, its SLOs, its progress.
+    """One request: its SLOs and its progress. Its rows: `StepView.rows_of`.
 
-    `rows` are ascending row indices, at least one. `first_token_ms` is None until
+    `first_token_ms` is None until
     the request's first token; `num_tokens` counts the tokens of all its branches
     (finished ones included) since then, that one included. `schedule_origin_ms` is
     `first_token_ms` plus the time the request has spent away from decode since.
@@ -78,7 +78,6 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     """
 
     group: str
-    rows: tuple[int, ...]
     arrival_ms: float
     first_token_ms: float | None
     schedule_origin_ms: float
@@ -114,6 +113,10 @@ class StepView(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_rows(self) -> int:
         return len(self.request_of_row)
+
+    def rows_of(self, request: int) -> list[int]:
+        """Ascending rows of `requests[request]`, at least one. Looks at all rows."""
+        return [i for i, owner in enumerate(self.request_of_row) if owner == request]
 
     def row(self, i: int) -> BranchView:
         return BranchView(
