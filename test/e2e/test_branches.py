@@ -154,3 +154,18 @@ def test_a_custom_logit_processor_meets_its_own_rows_only(taper_server: Server) 
     assert set(answers[1]["output_ids"]) == {333}
     assert set(answers[3]["output_ids"]) == {444}
     assert all(a["meta_info"]["taper"]["steps_deferred"] > 0 for a in answers)
+
+
+def test_a_beam_search_runs_beside_branches_with_penalties(
+    taper_server: Server,
+) -> None:
+    """Beam search appends rows of its own to the batch: every row runs meanwhile."""
+    bodies = [
+        branch_request(STORY, "beside", i, 3, frequency_penalty=0.5) for i in range(3)
+    ]
+    sampling = {"beam_width": 2, "max_new_tokens": 8, "temperature": 0}
+    beam = {"text": "Two plus two is", "sampling_params": sampling}
+    answers = run_all(taper_server, [*bodies, beam])
+    assert all(a["meta_info"]["completion_tokens"] == 20 for a in answers[:3])
+    assert answers[3]["text"]
+    assert taper_server.state()["counters"]["reasons"]["forced"] > 0

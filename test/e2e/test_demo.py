@@ -192,3 +192,6 @@ def test_a_killed_scheduler_ends_the_demo_with_one_sentence(tmp_path, profile):
         (sentence,) = demo.stderr.splitlines()
         assert "the server ended while the demo was running" in sentence
         assert "Traceback" not in demo.stdout
+        log = Path(sentence.rpartition(" ")[2])
+        assert log.stat().st_size > 0
+        log.unlink()

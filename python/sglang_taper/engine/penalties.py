@@ -21,11 +21,11 @@ def cumulate_penalty_output_tokens_hook(
     """AROUND `ScheduleBatch.cumulate_penalty_output_tokens`."""
     if not batch.enable_overlap:
         return original(batch)
+    # Beam groups have rows of their own past those of the requests.
+    num_kv_tokens = batch.seq_lens_cpu[: len(batch.reqs)].tolist()
     tokens = [
-        lagging_token(req.origin_input_ids, req.output_ids, num_kv_tokens)
-        for req, num_kv_tokens in zip(
-            batch.reqs, batch.seq_lens_cpu.tolist(), strict=True
-        )
+        lagging_token(req.origin_input_ids, req.output_ids, length)
+        for req, length in zip(batch.reqs, num_kv_tokens, strict=True)
     ]
     ids = torch.tensor(tokens, dtype=torch.int64).to(batch.device, non_blocking=True)
     batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(ids)
