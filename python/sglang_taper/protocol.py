@@ -16,6 +16,8 @@ from sglang_taper.errors import FieldError
 
 CUSTOM_PARAMS_KEY = "taper"
 META_INFO_KEY = "taper"
+# Between our own processes only: when the client made an n>1 call (`perf_counter` ms).
+CALLED_KEY = "called_ms"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 

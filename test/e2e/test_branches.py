@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from workload import STORY, branch_request, run_all
 
 from server import Server
@@ -131,28 +131,17 @@ def test_our_metrics_are_in_sglangs_endpoint(taper_server: Server) -> None:
     assert "sglang_taper:latency_model_trusted" in text
 
 
-class OnlyThisToken(CustomLogitProcessor):
-    """Generates the token named in `custom_params`, whatever the model says."""
-
-    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
-        for row, params in enumerate(custom_param_list):
-            assert set(params) <= {"token_id", "__req__"}, "our metadata is seen"
-            logits[row].fill_(float("-inf"))
-            logits[row, params["token_id"]] = 0.0
-        return logits
-
-
 def test_a_custom_logit_processor_meets_its_own_rows_only(taper_server: Server) -> None:
     bodies = [branch_request(STORY, "processor", i, 4) for i in range(4)]
-    plain = [answer["output_ids"] for answer in run_all(taper_server, bodies[:1])]
-    for branch, token_id in ((1, 333), (3, 444)):
-        bodies[branch]["custom_logit_processor"] = OnlyThisToken.to_str()
-        params = bodies[branch]["sampling_params"]["custom_params"]
-        params["token_id"] = token_id
+    plain = run_all(taper_server, bodies[:1])[0]["output_ids"]
+    for branch in (1, 3):
+        body = bodies[branch]
+        body["custom_logit_processor"] = DisallowedTokensLogitsProcessor.to_str()
+        body["sampling_params"]["custom_params"]["token_ids"] = plain[:2]
+    alone = run_all(taper_server, bodies[1:2])[0]["output_ids"]
+    assert not set(plain[:2]) & set(alone)
     answers = run_all(taper_server, bodies)
-    assert answers[0]["output_ids"] == answers[2]["output_ids"] == plain[0]
-    assert set(answers[1]["output_ids"]) == {333}
-    assert set(answers[3]["output_ids"]) == {444}
+    assert [a["output_ids"] for a in answers] == [plain, alone, plain, alone]
     assert all(a["meta_info"]["taper"]["steps_deferred"] > 0 for a in answers)
 
 

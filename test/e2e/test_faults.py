@@ -203,6 +203,36 @@ def test_one_call_aborts_a_group_and_nobody_else(taper_server: Server) -> None:
     assert taper_server.post("/abort_request", {"group": "a b"}).status_code == 400
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1, 0.4])
+def test_a_group_abort_reaches_samples_that_are_still_on_their_way(
+    taper_server: Server, delay_s: float
+) -> None:
+    group = uuid.uuid4().hex
+    body = branch_request(STORY, group, 0, 1, n=4, **LONG)
+    body["text"] = [f"{delay_s} {STORY}", f"{delay_s} Another story."]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(taper_server.generate, body)
+        wait_for(
+            lambda: any(g["group"] == group for g in taper_server.state()["groups"])
+        )
+        time.sleep(delay_s)
+        abort(taper_server, group=group)
+        reasons = [a["meta_info"]["finish_reason"]["type"] for a in running.result()]
+    assert reasons == ["abort"] * 8
+
+
+def test_a_pause_is_not_taken_for_prefill(taper_server: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        running = start_branches(taper_server, pool, ["pause-a", "pause-b"], "paused")
+        before = taper_server.state()["stall_share"]
+        assert taper_server.post("/pause_generation", {"mode": "in_place"}).ok
+        time.sleep(3)
+        assert taper_server.post("/continue_generation", {}).ok
+        answers = [branch.result() for branch in running]
+    assert all(a["meta_info"]["completion_tokens"] == 120 for a in answers)
+    assert taper_server.state()["stall_share"] <= before + 0.05
+
+
 @pytest.mark.parametrize(
     ("body", "shown"),
     [

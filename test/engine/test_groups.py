@@ -7,6 +7,7 @@ from array import array
 from sglang_taper.engine.groups import (
     Branch,
     GroupTable,
+    arrives_aborted,
     common_prefix,
     note_finish,
     note_prefill,
@@ -115,3 +116,32 @@ def test_the_roster_tells_requests_when_they_leave_and_come_back() -> None:
     roster.sync([three.state], 90.0)
     assert request.left_decode_ms is None
     assert request.schedule_origin_ms == 10.0 + 40.0
+
+
+def test_samples_on_their_way_when_their_group_is_aborted_arrive_aborted() -> None:
+    table = GroupTable(ttl_s=60)
+    warm_up = table.attach("w", BranchMeta(group="g", width=2), PARAMS, 0.0, 0)
+    table.end(warm_up, 5.0)
+    table.abort("g", now_ms=10.0)
+    table.abort("unknown", now_ms=10.0)
+    sample = attach(table, at_ms=20.0, group="g", width=2)
+    assert arrives_aborted(sample, called_ms=9.0)
+    assert not arrives_aborted(sample, called_ms=11.0)
+    assert not arrives_aborted(sample, called_ms=None)
+    assert not arrives_aborted(attach(table, at_ms=20.0), called_ms=9.0)
+
+
+def test_live_groups_are_counted_without_looking_at_all() -> None:
+    table = GroupTable(ttl_s=60)
+    branches = [attach(table, group=name) for name in "aab"]
+    assert table.num_live_groups == 2
+    table.end(branches[0], 1.0)
+    assert table.num_live_groups == 2
+    table.end(branches[1], 1.0)
+    assert table.num_live_groups == 1
+    table.settle(2.0)
+    assert table.num_live_groups == 0
+    attach(table, group="a")
+    assert table.num_live_groups == 1
+    table.clear()
+    assert table.num_live_groups == 0

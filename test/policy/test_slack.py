@@ -138,3 +138,7 @@ def test_reported_slack_keeps_order_and_stays_above_minus_two_tpot(
 def test_reported_slack_is_exact_down_to_minus_one_tpot() -> None:
     assert [reported_slack_ms(s, 20.0) for s in (7.0, -19.0, -20.0)] == [7, -19, -20]
     assert reported_slack_ms(-40.0, 20.0) == -30.0
+
+
+def test_an_absurdly_small_target_is_lost_not_an_error() -> None:
+    assert slack_of(SCHEDULE, 0.0, **{**LATE, "tpot_slo_ms": 5e-324}) is None

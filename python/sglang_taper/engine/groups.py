@@ -7,6 +7,7 @@ token, its token count and its deadlines again.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,20 @@ from sglang_taper.protocol import BranchMeta
 
 # Groups remembered at most; the ones idle for longest are forgotten first.
 MAX_GROUPS = 65_536
+SWEEP_EVERY_MS = 1000.0
 # Branches of a group whose tokens are kept to tell what a new one could share.
-NUM_SEEN_BRANCHES = 8
+NUM_SEEN_BRANCHES = 4
 
 
 class Group:
     """A grouped request: its state, its living branches, what it has computed."""
 
-    __slots__ = ("idle_since_ms", "num_live", "num_to_abort", "seen_tokens", "state")
+    __slots__ = ("aborted_ms", "idle_since_ms", "num_live", "seen_tokens", "state")
 
     def __init__(self, state: RequestState, now_ms: float) -> None:
         self.state = state
         self.num_live = 0
-        # Samples of n>1 still on their way when the group was aborted.
-        self.num_to_abort = 0
+        self.aborted_ms = -math.inf
         self.idle_since_ms = now_ms
         # Token ids of the newest branches: what a new one may hope to share.
         self.seen_tokens: list[Any] = []
@@ -69,10 +70,8 @@ class GroupTable:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_ms = ttl_s * 1000.0
         self.groups: dict[str, Group] = {}
-
-    @property
-    def num_live_groups(self) -> int:
-        return sum(group.num_live > 0 for group in self.groups.values())
+        self.num_live_groups = 0
+        self._swept_ms = -math.inf
 
     def attach(
         self,
@@ -88,6 +87,7 @@ class GroupTable:
         branch = Branch(meta, BranchState(state, meta.branch, 0, max_new_tokens), group)
         branch.is_prefix_only = max_new_tokens == 0
         if group:
+            self.num_live_groups += group.num_live == 0
             group.num_live += 1
         return branch
 
@@ -110,12 +110,22 @@ class GroupTable:
         branch.ended = True
         branch.state.end()
         if (group := branch.group) is not None:
-            group.num_live = max(0, group.num_live - 1)
-            if group.num_live == 0:
-                group.idle_since_ms = now_ms
+            self._set_live(group, max(0, group.num_live - 1), now_ms)
+
+    def _set_live(self, group: Group, num_live: int, now_ms: float) -> None:
+        if group.num_live and not num_live:
+            self.num_live_groups -= 1
+            group.idle_since_ms = now_ms
+        group.num_live = num_live
 
     def forget_idle(self, now_ms: float) -> None:
-        """Forget groups idle for longer than the TTL, or beyond `MAX_GROUPS`."""
+        """Forget groups idle for longer than the TTL, or beyond `MAX_GROUPS`.
+
+        Looks at all groups, so not more than once in `SWEEP_EVERY_MS`.
+        """
+        if now_ms - self._swept_ms < SWEEP_EVERY_MS:
+            return
+        self._swept_ms = now_ms
         idle = [
             (group.idle_since_ms, name)
             for name, group in self.groups.items()
@@ -130,26 +140,28 @@ class GroupTable:
         """Nothing runs or waits any more: no branch is alive (also repairs a count
         that an unusual way out of the queue has left behind)."""
         for group in self.groups.values():
-            if group.num_live:
-                group.num_live, group.idle_since_ms = 0, now_ms
+            self._set_live(group, 0, now_ms)
 
     def clear(self) -> None:
         self.groups.clear()
+        self.num_live_groups = 0
 
-    def abort_on_arrival(self, branch: Branch) -> None:
-        """The group of `branch` was aborted. If the branch is the prefix of samples
-        that SGLang sends once it is computed, they are to be aborted as they come."""
-        if branch.is_prefix_only and branch.group is not None:
-            branch.group.num_to_abort = branch.meta.width
+    def abort(self, name: str, now_ms: float) -> None:
+        """The group was aborted at `now_ms`, a time that all ranks were told."""
+        if (group := self.groups.get(name)) is not None:
+            group.aborted_ms = now_ms
 
 
-def arrives_aborted(branch: Branch) -> bool:
-    """Whether its group was aborted before this sample came."""
-    group = branch.group
-    if group is None or branch.is_prefix_only or group.num_to_abort == 0:
+def arrives_aborted(branch: Branch, called_ms: float | None) -> bool:
+    """Whether its group was aborted while this sample was on its way.
+
+    SGLang sends the samples of `n>1` when their prompt is computed. `called_ms` is
+    when the client made that call; None for other requests, which come as they are
+    sent: they belong to what the client does after the abort.
+    """
+    if branch.group is None or called_ms is None:
         return False
-    group.num_to_abort -= 1
-    return True
+    return called_ms <= branch.group.aborted_ms
 
 
 def _request_state(

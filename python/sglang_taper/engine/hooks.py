@@ -257,6 +257,11 @@ HOOKS: tuple[Hook, ...] = (
     _override("flush_cache", "forget requests between stages", "never"),
     _override("on_idle", "a step whose end was not seen", "same as run_batch"),
     _override("send_abort_output", "requests that end outside the results", "never"),
+    _override(
+        "_record_scheduler_state_for_paused_engine",
+        "a step whose end was not seen: a pause is not a prefill",
+        "same as run_batch",
+    ),
     _override("get_output_streamer_class", "tokens and meta_info", "never"),
     _override("init_output_streamer", "gives the streamer our controller", "never"),
     _override("get_init_info", "main learns that this rank runs our class", "never"),

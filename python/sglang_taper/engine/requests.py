@@ -9,6 +9,7 @@ dict for all siblings, so everything written here goes into a copy.
 from __future__ import annotations
 
 import copy
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import (
+    CALLED_KEY,
     CUSTOM_PARAMS_KEY,
     MAX_DEPTH,
     MAX_SLO_MS,
@@ -45,6 +47,7 @@ class SiblingMeta(dict[str, Any]):
 
     def __init__(self, meta: BranchMeta) -> None:
         super().__init__(meta.to_wire())
+        self[CALLED_KEY] = time.perf_counter() * 1000.0
         self._warmed_up = False
         self._num_siblings = 0
 

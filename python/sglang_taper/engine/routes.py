@@ -6,6 +6,7 @@ routes. Each asks every data-parallel rank and answers when all have answered.
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -148,7 +149,8 @@ async def _abort_group(body: dict[str, Any]) -> Response:
             raise FieldError("body.group", group, "without rid and abort_all")
     except FieldError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    answers = await ask("abort_group", {"group": group})
+    now_ms = time.perf_counter() * 1000.0
+    answers = await ask("abort_group", {"group": group, "now_ms": now_ms})
     failed = any(answer.error for answer in answers)
     return _answer(answers) if failed else Response(status_code=HTTPStatus.OK)
 

@@ -38,7 +38,12 @@ from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
 from sglang_taper.policy.latency import StepLatencyModel
 from sglang_taper.policy.types import AdmissionPlan
-from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+from sglang_taper.protocol import (
+    CALLED_KEY,
+    CUSTOM_PARAMS_KEY,
+    BranchMeta,
+    parse_branch_meta,
+)
 
 UNLIMITED_TOKENS = 1 << 30
 
@@ -84,13 +89,15 @@ class TaperScheduler(Scheduler):
         req = super()._create_generation_req(recv_req, *args, **kwargs)
         params = req.sampling_params
         limit = params.max_new_tokens
+        raw = _take_metadata(req)
+        called_ms = raw.pop(CALLED_KEY, None)
         req.taper = self.taper.attach(
             req.rid,
-            _take_metadata(req),
+            _checked_metadata(raw),
             _arrival_ms(recv_req),
             UNLIMITED_TOKENS if limit is None else limit,
         )
-        if arrives_aborted(req.taper):
+        if arrives_aborted(req.taper, called_ms):
             req.to_finish = FINISH_ABORT()
         return req
 
@@ -115,6 +122,10 @@ class TaperScheduler(Scheduler):
         if flushed:
             self.taper.groups.clear()
         return flushed
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        super()._record_scheduler_state_for_paused_engine()
+        self.taper.timer.forget_open_step()
 
     def on_idle(self) -> None:
         super().on_idle()
@@ -167,15 +178,15 @@ class TaperScheduler(Scheduler):
         if action == "policy":
             self.taper.change_policy(params)
         elif action == "abort_group":
-            self._abort_group(params["group"])
+            self._abort_group(params["group"], params["now_ms"])
         elif action != "state":
             raise FieldError("action", action, "one of state, policy, abort_group")
 
-    def _abort_group(self, group: str) -> None:
+    def _abort_group(self, group: str, now_ms: float) -> None:
+        self.taper.groups.abort(group, now_ms)
         for req in self._taper_requests():
             branch = getattr(req, "taper", None)
             if branch is not None and branch.meta.group == group:
-                self.taper.groups.abort_on_arrival(branch)
                 self.abort_request(AbortReq(rid=req.rid))
 
     def _describe_taper_state(self) -> dict[str, Any]:
@@ -191,22 +202,24 @@ def _latency_model(config: TaperConfig, graph_buckets: list[int]) -> StepLatency
     return StepLatencyModel.from_profile(read_latency_profile(config.latency_profile))
 
 
-def _take_metadata(req: Any) -> BranchMeta:
-    """Our metadata, taken out of the parameters that custom logit processors see.
-
-    It was checked in the tokenizer process; a caller that went around it gets a
-    request that stands alone.
-    """
+def _take_metadata(req: Any) -> dict[str, Any]:
+    """Our metadata, taken out of the parameters that custom logit processors see."""
     params = req.sampling_params
     if not isinstance(params.custom_params, dict):
-        return BranchMeta()
+        return {}
     if CUSTOM_PARAMS_KEY not in params.custom_params:
-        return BranchMeta()
+        return {}
     others = dict(params.custom_params)
     raw = others.pop(CUSTOM_PARAMS_KEY)
     # Copied: requests that travelled together may share the object.
     req.sampling_params = copy.copy(params)
     req.sampling_params.custom_params = others or None
+    return dict(raw) if isinstance(raw, dict) else {}
+
+
+def _checked_metadata(raw: dict[str, Any]) -> BranchMeta:
+    """Checked in the tokenizer process already; a caller that went around it gets a
+    request that stands alone."""
     try:
         return parse_branch_meta(raw)
     except FieldError:

@@ -62,7 +62,7 @@ def is_recoverable(request: RequestView, slack_ms: float, baseline_ms: float) ->
     there are at most `remaining_tokens` of them.
     """
     gain_ms = request.tpot_slo_ms - baseline_ms
-    return gain_ms > 0 and math.ceil(-slack_ms / gain_ms) <= request.remaining_tokens
+    return gain_ms > 0 and -slack_ms <= gain_ms * request.remaining_tokens
 
 
 def reported_slack_ms(slack_ms: float, tpot_slo_ms: float) -> float:
