@@ -158,3 +158,26 @@ def test_a_beam_search_runs_beside_branches_with_penalties(
     assert all(a["meta_info"]["completion_tokens"] == 20 for a in answers[:3])
     assert answers[3]["text"]
     assert taper_server.state()["counters"]["reasons"]["forced"] > 0
+
+
+def test_more_branches_than_slots_complete_in_waves(taper_server: Server) -> None:
+    """48 branches of one request beside 24 other groups; the server runs 32 rows."""
+    wide = [branch_request(STORY, "wide", i, 48, max_new_tokens=3) for i in range(48)]
+    others = [
+        branch_request(STORY, f"other-{i}", 0, 1, max_new_tokens=3) for i in range(24)
+    ]
+    answers = run_all(taper_server, [*wide, *others])
+    assert len({answer["text"] for answer in answers}) == 1
+    metas = [answer["meta_info"]["taper"] for answer in answers]
+    assert [meta["branch"] for meta in metas[:48]] == list(range(48))
+
+
+def test_sampled_branches_differ_and_greedy_ones_equal_separate_calls(
+    taper_server: Server,
+) -> None:
+    sampled = taper_server.generate(samples(n=4, temperature=1.5, max_new_tokens=12))
+    assert len({answer["text"] for answer in sampled}) > 1
+    greedy = taper_server.generate(samples())
+    alone = samples()
+    alone["sampling_params"].pop("n")
+    assert {a["text"] for a in greedy} == {taper_server.generate(alone)["text"]}
