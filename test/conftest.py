@@ -10,10 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from server import Server, running_server
-
-# Exactly the same arithmetic whatever the batch: greedy outputs can be compared.
-EXACT = ("--dtype", "float32")
+from server import EXACT, Server, running_server
 
 
 @pytest.fixture(scope="session")

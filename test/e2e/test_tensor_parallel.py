@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from workload import mixed_requests, outputs, run_all
 
-from conftest import EXACT
-from server import Server, running_server
+from server import EXACT, Server, running_server
 
 
 @pytest.fixture(scope="module")
