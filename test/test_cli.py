@@ -41,6 +41,15 @@ def test_check_finds_every_hook_in_place(tmp_path: Path) -> None:
     assert all(row.id in done.stdout for row in HOOKS)
 
 
+def test_check_prints_json_where_no_file_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"ok": True, "problem": None, "hooks": []}
+    monkeypatch.setattr("sglang_taper.engine.check.check_hooks", lambda: facts)
+    assert cli.main(["check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+
+
 @pytest.mark.slow
 def test_check_names_a_changed_hook_and_ends_with_code_2(tmp_path: Path) -> None:
     file = tmp_path / "check.json"

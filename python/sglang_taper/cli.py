@@ -11,6 +11,8 @@ from typing import Any
 from sglang_taper import __version__
 from sglang_taper.errors import TaperError
 
+STDOUT = "-"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (2 for anything we refuse)."""
@@ -38,7 +40,14 @@ def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check", help="verify that every hook into SGLang is in place"
     )
-    check.add_argument("--json", metavar="FILE", help="also write the facts as JSON")
+    check.add_argument(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const=STDOUT,
+        help="write the facts as JSON to FILE, or to standard output instead of "
+        "the table",
+    )
     check.set_defaults(run=_check)
 
 
@@ -56,9 +65,13 @@ def _check(args: argparse.Namespace) -> int:
     from sglang_taper.engine.check import check_hooks
 
     facts = check_hooks()
-    if args.json:
-        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
-    print(format_check(facts))
+    text = json.dumps(facts, indent=1)
+    if args.json == STDOUT:
+        print(text)
+    else:
+        if args.json:
+            Path(args.json).write_text(text + "\n")
+        print(format_check(facts))
     return 0 if facts["ok"] else 2
 
 

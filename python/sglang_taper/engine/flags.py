@@ -17,9 +17,9 @@ from sglang_taper.config import TaperConfig
 from sglang_taper.engine import plugin
 from sglang_taper.engine.hooks import Role
 from sglang_taper.engine.refusals import refused
-from sglang_taper.errors import TaperError
+from sglang_taper.errors import FieldError, TaperError
 from sglang_taper.models import resolve_model_path
-from sglang_taper.policy.admission import make_policy
+from sglang_taper.policy.admission import policy_names
 from sglang_taper.policy.latency import StepLatencyModel
 
 WORKER_APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -103,7 +103,7 @@ def activate(cli: Mapping[str, object]) -> TaperConfig:
     config = settings.load(cli, _user_environment(), defaults)
     _export(config)
     if config.enabled:
-        make_policy(config.branch_policy)
+        _check_policy(config.branch_policy)
         if config.latency_profile is not None:
             StepLatencyModel.from_profile(
                 settings.read_latency_profile(config.latency_profile)
@@ -112,6 +112,13 @@ def activate(cli: Mapping[str, object]) -> TaperConfig:
         plugin.install(Role.TOKENIZER)
         os.environ.setdefault(WORKER_APP_VARIABLE, WORKER_APP)
     return config
+
+
+def _check_policy(name: str) -> None:
+    """Raise FieldError naming the flag unless a policy of this name is registered."""
+    if name not in policy_names():
+        accepted = "one of " + ", ".join((settings.NO_POLICY, *policy_names()))
+        raise FieldError(settings.flag_of("branch_policy"), name, accepted)
 
 
 def current() -> TaperConfig:
