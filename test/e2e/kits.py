@@ -117,7 +117,7 @@ NEED_MORE = {
     "RunningTimeoutTwoWave.test_running_timeout_no_crash": "SGLANG_REQ_RUNNING_TIMEOUT",
     "UnifiedRadixTreeTest.test_gsm8k": "the GSM8K data set and a model that reasons",
 }
-# Ten seconds and more each, so under one policy only.
+# Ten seconds and more each, so not all of them are run here.
 LONG = {
     "BasicSchedulerStress.test_long_prompt",
     "JSONConstrained.test_mix_json_and_other",
