@@ -117,7 +117,7 @@ def test_outputs_are_equal_under_forced_retraction_without_overlap(
 
 @pytest.fixture(scope="module")
 def tiny_pool() -> Any:
-    """Not enough KV for everybody: SGLang retracts on its own account."""
+    """Not enough KV for everybody at once: some requests have to wait."""
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     pool = ("--max-total-tokens", "420", "--max-running-requests", "16")
     with running_server(*EXACT, "--sleep-on-idle", env=env, pool=pool) as server:
@@ -135,4 +135,5 @@ def test_outputs_are_equal_when_the_pool_is_too_small(
     stock_server.flush()
     answers, _ = run_under(tiny_pool, {"policy": policy}, requests)
     assert outputs(answers) == expected
-    assert "KV cache pool is full" in tiny_pool.text_of_log()
+    steps = [s for s in tiny_pool.state()["recent_steps"] if s["policy"] == policy]
+    assert max(step["num_rows"] for step in steps) < len(requests)
