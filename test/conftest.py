@@ -7,10 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from server import EXACT, Server, running_server
+
+# The same examples everywhere; how fast they run is the machine's affair.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
