@@ -51,7 +51,8 @@ SIZES = ((8, 2), (64, 8), (256, 32), (512, 64))
 LIMIT_P99_MS = 0.3
 STEPS_PER_CHANGE = 4
 PROMPT_TOKENS = 400
-# Eight H200 at tensor parallelism 8, the published fit of arXiv:2605.14822.
+# Eight H200 at tensor parallelism 8: the fit that the authors of arXiv:2605.06914
+# publish with their own code (github.com/Swapnil-Gandhi/PACE).
 MODEL = LatencyCoefficients(6.99, 0.0394, 14.3e-6, trusted=True)
 
 
