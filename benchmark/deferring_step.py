@@ -12,12 +12,13 @@ import asyncio
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import requests
 
 from sglang_taper.demo.server import DemoServer
+from sglang_taper.frontend.branch import with_branch
+from sglang_taper.protocol import BranchMeta
 
 NUM_REQUESTS = 4
 WIDTH = 4
@@ -27,14 +28,12 @@ PROMPT = "Once upon a time a small robot lived in a big library."
 
 
 def body(group: int, branch: int, width: int, num_tokens: int) -> dict[str, Any]:
-    meta = {"group": f"g{group}", "branch": branch, "width": width}
-    sampling = {
-        "temperature": 0,
-        "ignore_eos": True,
-        "max_new_tokens": num_tokens,
-        "custom_params": {"taper": meta},
+    meta = BranchMeta(group=f"g{group}", branch=branch, width=width)
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": num_tokens}
+    return {
+        "text": f"{group}{branch} {PROMPT}",
+        "sampling_params": with_branch(sampling, meta),
     }
-    return {"text": f"{group}{branch} {PROMPT}", "sampling_params": sampling}
 
 
 def run_round(url: str, policy: str, width: int, num_tokens: int) -> list[float]:
@@ -102,5 +101,4 @@ def format_overhead(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(format_overhead(measure_in_new_server("smollm2")))

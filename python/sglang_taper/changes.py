@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_taper.config import NO_POLICY, TaperConfig, checked
 from sglang_taper.errors import FieldError
-from sglang_taper.policy.admission import policy_names
+from sglang_taper.policy.admission import make_policy
 from sglang_taper.policy.types import PolicyParams
 
 # Parameter of a running policy -> the setting that gives its first value.
@@ -53,13 +53,9 @@ def _checked_param(name: str, value: object) -> object:
     types, shown = _JSON_TYPES[f.metadata["kind"]]
     if isinstance(value, bool) or not isinstance(value, types):
         raise FieldError(name, value, shown)
-    return _policy(value) if name == "policy" else checked(f, value, name)
-
-
-def _policy(value: object) -> object:
-    if value == NO_POLICY:
+    if value == NO_POLICY and name == "policy":
         reason = "engine hooks exist only from start-up on; use off or eager"
-        raise FieldError("policy", value, reason)
-    if value not in policy_names():
-        raise FieldError("policy", value, "one of " + ", ".join(policy_names()))
-    return value
+        raise FieldError(name, value, reason)
+    if name == "policy":
+        make_policy(str(value))
+    return checked(f, value, name)

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.defaults["branch_policy"] = "taper"
     load_plugins()
     if "flags" not in plugin.installed:
-        flags.exit_with(
+        plugin.exit_with(
             "SGLang did not load the plugin sglang_taper: is SGLANG_PLUGINS or "
             "SGLANG_PLATFORM set without it?"
         )

@@ -93,6 +93,18 @@ _CHECKS = {
 }
 
 
+def with_metadata(
+    sampling_params: Mapping[str, Any] | None, wire: dict[str, Any]
+) -> dict[str, Any]:
+    """A copy of `sampling_params` that carries `wire`, the very object.
+
+    Other keys of `custom_params` stay. Nothing passed in is written to.
+    """
+    params = dict(sampling_params or {})
+    others = params.get("custom_params") or {}
+    return {**params, "custom_params": {**others, CUSTOM_PARAMS_KEY: wire}}
+
+
 # A request that is not a branch may still bring these.
 STANDALONE_KEYS = frozenset({"ttft_slo_ms", "tpot_slo_ms", "priority"})
 

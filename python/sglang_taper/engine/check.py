@@ -19,7 +19,8 @@ OK = "ok"
 
 def check_hooks() -> dict[str, Any]:
     """Facts as JSON-safe data: `ok`, versions, and one entry per hook."""
-    states = {row.id: _fingerprint_state(row) for row in HOOKS}
+    expected = compat.expected_fingerprints()
+    states = {row.id: _fingerprint_state(row, expected) for row in HOOKS}
     if all(state == OK for state in states.values()):
         states = _installed_states()
     hooks = [
@@ -51,9 +52,9 @@ def _version_problem() -> str | None:
     return None
 
 
-def _fingerprint_state(row: Hook) -> str:
+def _fingerprint_state(row: Hook, expected: dict[str, str]) -> str:
     try:
-        plugin.check_fingerprint(row, compat.expected_fingerprints())
+        plugin.check_fingerprint(row, expected)
     except HookError as error:
         return str(error)
     return OK

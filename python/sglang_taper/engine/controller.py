@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_taper.changes import updated_params
@@ -154,7 +154,7 @@ class BranchController:
         if measured.record is not None:
             self.counters.measured(measured.record, measured.step_ms)
 
-    def committed(self, reqs: Iterable[Any]) -> None:
+    def committed(self, reqs: Sequence[Any]) -> None:
         """Results were processed: count new tokens, end finished branches."""
         now_ms = self.clock.now_ms
         new_tokens: dict[Any, int] = {}

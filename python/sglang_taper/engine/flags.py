@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang_taper import config as settings
 from sglang_taper.config import TaperConfig
@@ -51,7 +50,7 @@ def from_cli_args_hook(
         activate(cli)
         _resolve_model(vars(args))
     except TaperError as error:
-        exit_with(str(error))
+        plugin.exit_with(str(error))
     return original(cls, args)
 
 
@@ -76,19 +75,19 @@ def check_server_args_hook(_result: None, server_args: Any) -> None:
     rust_server = os.environ.get("SGLANG_RUST_SERVER", "")
     for error in refused(resolving_view(server_args), rust_server):
         if _from_command_line:
-            exit_with(str(error))
+            plugin.exit_with(str(error))
         raise error
 
 
 def check_ranks_hook(result: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER `Engine._launch_subprocesses`: every rank must run our scheduler."""
-    if not current().enabled or get_num_replicas() > 1:
+    if not current().enabled or _num_replicas() > 1:
         return  # the data-parallel controller does not pass our key on
     if not all("taper" in info for info in result[3].scheduler_infos):
-        exit_with("a scheduler process came up without the plugin sglang_taper")
+        plugin.exit_with("a scheduler process came up without the plugin sglang_taper")
 
 
-def get_num_replicas() -> int:
+def _num_replicas() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().dp_size)
@@ -124,13 +123,6 @@ def _check_policy(name: str) -> None:
 def current() -> TaperConfig:
     """The settings in force in this process."""
     return settings.load(defaults=defaults)
-
-
-def exit_with(message: str) -> NoReturn:
-    """One paragraph on standard error and exit code 2."""
-    sys.stderr.write(f"sglang_taper: error: {message}\n")
-    sys.stderr.flush()
-    raise SystemExit(2)
 
 
 def _user_environment() -> dict[str, str]:

@@ -43,7 +43,6 @@ class Branch:
     __slots__ = (
         "ended",
         "group",
-        "is_prefix_only",
         "meta",
         "num_recomputed",
         "num_shared",
@@ -59,9 +58,13 @@ class Branch:
         self.group = group
         self.ended = False
         self.prefilled = False
-        self.is_prefix_only = False
         self.num_shared = 0
         self.num_recomputed = 0
+
+    @property
+    def is_prefix_only(self) -> bool:
+        """It only puts its prompt into the radix tree: its token is not counted."""
+        return self.state.max_new_tokens == 0
 
 
 class GroupTable:
@@ -85,7 +88,6 @@ class GroupTable:
         group = self._group_of(meta, params, arrival_ms)
         state = group.state if group else _request_state(rid, meta, params, arrival_ms)
         branch = Branch(meta, BranchState(state, meta.branch, 0, max_new_tokens), group)
-        branch.is_prefix_only = max_new_tokens == 0
         if group:
             self.num_live_groups += group.num_live == 0
             group.num_live += 1

@@ -11,7 +11,7 @@ import importlib
 import multiprocessing
 import pkgutil
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_taper import config as settings
 from sglang_taper.engine import compat
@@ -39,12 +39,17 @@ def register() -> None:
     try:
         _register(current_role())
     except TaperError as error:
-        sys.stderr.write(
-            f"sglang_taper: error: {error}. The branch policies can not run; install "
-            f"sglang=={compat.SGLANG_VERSION}, or uninstall sglang-taper.\n"
+        exit_with(
+            f"{error}. The branch policies can not run; install "
+            f"sglang=={compat.SGLANG_VERSION}, or uninstall sglang-taper."
         )
-        sys.stderr.flush()
-        raise SystemExit(2) from None
+
+
+def exit_with(message: str) -> NoReturn:
+    """One paragraph on standard error and exit code 2."""
+    sys.stderr.write(f"sglang_taper: error: {message}\n")
+    sys.stderr.flush()
+    raise SystemExit(2) from None
 
 
 def current_role() -> Role | None:

@@ -9,7 +9,6 @@ dict for all siblings, so everything written here goes into a copy.
 from __future__ import annotations
 
 import copy
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import (
     CALLED_KEY,
@@ -32,6 +32,7 @@ from sglang_taper.protocol import (
     BranchMeta,
     check_positive,
     parse_branch_meta,
+    with_metadata,
 )
 
 META_FIELD = f"custom_params.{CUSTOM_PARAMS_KEY}"
@@ -47,7 +48,7 @@ class SiblingMeta(dict[str, Any]):
 
     def __init__(self, meta: BranchMeta) -> None:
         super().__init__(meta.to_wire())
-        self[CALLED_KEY] = time.perf_counter() * 1000.0
+        self[CALLED_KEY] = monotonic_ms()
         self._warmed_up = False
         self._num_siblings = 0
 
@@ -106,7 +107,7 @@ def _prepared(params: Any, slos: Mapping[str, float], field: str) -> Any:
     if CUSTOM_PARAMS_KEY not in custom and not slos:
         return params
     missing = {key: ms for key, ms in slos.items() if getattr(meta, key) is None}
-    return _with_meta(params, msgspec.structs.replace(meta, **missing).to_wire())
+    return with_metadata(params, msgspec.structs.replace(meta, **missing).to_wire())
 
 
 def _custom_params(params: Any) -> dict[str, Any] | None:
@@ -133,11 +134,6 @@ def _check_fork(n: Any, meta: BranchMeta, field: str) -> None:
         raise FieldError(f"{field}.depth", meta.depth, accepted)
 
 
-def _with_meta(params: Mapping[str, Any], wire: dict[str, Any]) -> dict[str, Any]:
-    custom = {**(params.get("custom_params") or {}), CUSTOM_PARAMS_KEY: wire}
-    return {**params, "custom_params": custom}
-
-
 def assign_groups_hook(_: None, obj: GenerateReqInput) -> None:
     """AFTER `normalize_batch_and_arguments`: own metadata for every item of a batch.
 
@@ -158,7 +154,7 @@ def _unshared(params: Any) -> Any:
     custom = _custom_params(params)
     if not custom or CUSTOM_PARAMS_KEY not in custom:
         return params
-    return _with_meta(params, dict(custom[CUSTOM_PARAMS_KEY]))
+    return with_metadata(params, dict(custom[CUSTOM_PARAMS_KEY]))
 
 
 def _fork(params: Any, width: int) -> Any:
@@ -170,7 +166,7 @@ def _fork(params: Any, width: int) -> Any:
     child = msgspec.structs.replace(
         meta, group=group, branch=0, width=width, depth=meta.depth + 1
     )
-    return _with_meta(params, SiblingMeta(child))
+    return with_metadata(params, SiblingMeta(child))
 
 
 def prepare_request_hook(

@@ -6,7 +6,6 @@ routes. Each asks every data-parallel rank and answers when all have answered.
 
 from __future__ import annotations
 
-import time
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +19,7 @@ from sglang.utils import TypeBasedDispatcher
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_taper.changes import updated_params
+from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.engine.messages import TaperControlReq, TaperControlReqOutput
 from sglang_taper.errors import FieldError, HookError
 from sglang_taper.policy.types import PolicyParams
@@ -149,8 +149,7 @@ async def _abort_group(body: dict[str, Any]) -> Response:
             raise FieldError("body.group", group, "without rid and abort_all")
     except FieldError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    now_ms = time.perf_counter() * 1000.0
-    answers = await ask("abort_group", {"group": group, "now_ms": now_ms})
+    answers = await ask("abort_group", {"group": group, "now_ms": monotonic_ms()})
     failed = any(answer.error for answer in answers)
     return _answer(answers) if failed else Response(status_code=HTTPStatus.OK)
 

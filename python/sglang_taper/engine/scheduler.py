@@ -1,7 +1,7 @@
 """SGLang's scheduler with a branch policy: small overrides that call the original.
 
-What is decided is in `BranchController`; what it
-does to a batch is in `apply`. The table in `hooks.py` says why each one exists.
+What is decided is in `BranchController`, and what it does to a batch in `apply`. The
+table in `hooks.py` says why each override exists.
 """
 
 from __future__ import annotations

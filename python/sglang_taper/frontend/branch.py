@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+from sglang_taper.protocol import BranchMeta, parse_branch_meta, with_metadata
 
 # Below this, prefilling the prefix in every sibling costs less than the round trip
 # of committing it first; sglang.lang uses the same bound before run_batch.
@@ -29,14 +29,8 @@ def new_rid() -> str:
 def with_branch(
     sampling_params: Mapping[str, Any] | None, meta: BranchMeta
 ) -> dict[str, Any]:
-    """A copy of `sampling_params` that carries `meta`.
-
-    Other keys of `custom_params` stay. Nothing passed in is written to.
-    """
-    params = dict(sampling_params or {})
-    others = params.get("custom_params") or {}
-    params["custom_params"] = {**others, CUSTOM_PARAMS_KEY: meta.to_wire()}
-    return params
+    """A copy of `sampling_params` that carries `meta`, as `with_metadata`."""
+    return with_metadata(sampling_params, meta.to_wire())
 
 
 def fork_meta(
