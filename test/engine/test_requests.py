@@ -189,6 +189,42 @@ def test_numbering_a_sibling_keeps_the_shared_parameters_as_they_were() -> None:
     assert isinstance(shared.custom_params["taper"], requests.SiblingMeta)
 
 
+def seeds(seed: int | None, n: int) -> list[int | None]:
+    """The sampling seeds of everything sent for one `n>1` call, warm-up first."""
+    obj = normalised(generate({"n": n, "sampling_seed": seed}))
+    shared = SamplingParams(**obj[0].sampling_params)
+    first = copy.copy(shared)
+    first.max_new_tokens = 0
+    tokenized = [SimpleNamespace(sampling_params=p) for p in [first, *[shared] * n]]
+    for request in tokenized:
+        requests.number_sibling_hook(None, request)
+        request.sampling_params.verify(49152)
+    assert shared.sampling_seed == seed
+    return [t.sampling_params.sampling_seed for t in tokenized]
+
+
+@pytest.mark.parametrize("seed", [0, 42, -1, 2**63 - 1, -(2**63)])
+def test_samples_of_one_seed_get_different_seeds_that_sglang_accepts(seed: int) -> None:
+    warm_up, *samples = seeds(seed, 64)
+    assert warm_up == samples[0] == seed
+    assert len(set(samples)) == 64
+
+
+def test_the_same_call_gets_the_same_seeds_again() -> None:
+    assert seeds(7, 8) == seeds(7, 8)
+    assert seeds(7, 4) == seeds(7, 8)[:5]
+    assert not set(seeds(7, 8)) & set(seeds(8, 8))
+
+
+def test_the_derived_seeds_stay_what_they_are() -> None:
+    # A program that was recorded with one version must repeat with the next.
+    assert requests.sibling_seed(42, 1) == 2537786547777265633
+
+
+def test_samples_without_a_seed_get_none() -> None:
+    assert seeds(None, 3) == [None] * 4
+
+
 def test_each_prompt_of_a_batch_with_n_is_a_group_of_its_own() -> None:
     obj = normalised(generate({"n": 2}, text=["a", "b"]))
     groups = [{m["group"] for m in sent(obj[i].sampling_params)} for i in range(2)]

@@ -137,6 +137,49 @@ def test_abort_by_group_asks_the_schedulers(
     assert manager.aborted == []
 
 
+def test_abort_of_a_subtree_asks_the_schedulers_for_its_root(
+    client: TestClient, manager: Manager
+) -> None:
+    answer = client.post("/abort_request", json={"group": "g", "parent": "rid/1"})
+    assert (answer.status_code, answer.content) == (200, b"")
+    (asked,) = manager.asked
+    assert asked.action == "abort_group"
+    assert asked.params.pop("now_ms") > 0
+    assert asked.params == {"group": "g", "parent": "rid/1"}
+
+
+def test_a_parent_that_is_null_aborts_the_whole_group(
+    client: TestClient, manager: Manager
+) -> None:
+    body = {"group": "g", "parent": None}
+    assert client.post("/abort_request", json=body).status_code == 200
+    assert "parent" not in manager.asked[0].params
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ({"group": "g", "parent": ""}, ["body.parent=''", "1 to 256 characters"]),
+        ({"group": "g", "parent": 7}, ["body.parent=7", "1 to 256 characters"]),
+        ({"group": "g", "parent": "x" * 257}, ["body.parent=", "1 to 256 characters"]),
+        ({"group": "g", "parent": ["r"]}, ["body.parent=['r']", "request id"]),
+        ({"parent": "r"}, ["body.group=None", "required"]),
+        ({"group": None, "parent": "r"}, ["body.group=None", "required"]),
+        ({"rid": "r", "parent": "r"}, ["body.group=None", "required"]),
+        ({"group": "g", "parent": "r", "rid": "r"}, ["body.group='g'", "without rid"]),
+        ({"group": "g", "parent": "r", "abort_all": True}, ["body.group", "abort_all"]),
+    ],
+)
+def test_abort_of_a_bad_subtree_is_a_400_and_aborts_nothing(
+    client: TestClient, manager: Manager, body: dict[str, Any], parts: list[str]
+) -> None:
+    answer = client.post("/abort_request", json=body)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert all(part in message for part in parts), message
+    assert manager.asked == manager.aborted == []
+
+
 @pytest.mark.parametrize(
     ("body", "aborted"),
     [

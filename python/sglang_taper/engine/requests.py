@@ -9,6 +9,7 @@ dict for all siblings, so everything written here goes into a copy.
 from __future__ import annotations
 
 import copy
+import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -194,7 +195,7 @@ async def refuse_before_stream_hook(
 
 
 def number_sibling_hook(manager: Any, tokenized: Any) -> None:
-    """BEFORE `TokenizerManager._send_one_request`: give a sibling its own index.
+    """BEFORE `TokenizerManager._send_one_request`: a sibling's own index and seed.
 
     All copies of an `n>1` prompt arrive here, in the order of the answer's indices,
     with one shared `SamplingParams`; the warm-up (`max_new_tokens` 0) comes first.
@@ -209,6 +210,22 @@ def number_sibling_hook(manager: Any, tokenized: Any) -> None:
     own = shared.take(prefix_only=params.max_new_tokens == 0)
     tokenized.sampling_params = copy.copy(params)
     tokenized.sampling_params.custom_params = {**custom, CUSTOM_PARAMS_KEY: own}
+    if params.sampling_seed is not None:
+        seed = sibling_seed(params.sampling_seed, own["branch"])
+        tokenized.sampling_params.sampling_seed = seed
+
+
+def sibling_seed(seed: int, branch: int) -> int:
+    """The sampling seed of one sample of `n>1`, from the one its call was given.
+
+    Branch 0 keeps `seed`: it says what the call with `n=1` would. The others get a
+    hash of both, in the range SGLang accepts, so that samples differ and a call can
+    be repeated.
+    """
+    if branch == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {branch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def report_branch_hook(

@@ -26,6 +26,7 @@ from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import parse_branch_meta
 
 ABORT_PATH = "/abort_request"
+_ABORT_KEYS = ("group", "parent")
 
 
 def attach_control_hook(_: None, manager: Any) -> None:
@@ -120,7 +121,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _with_group_abort(stock: ASGIApp) -> ASGIApp:
-    """SGLang's abort route, but a body with a `group` aborts that group."""
+    """SGLang's abort route, but a body with a `group` aborts (a part of) that group."""
 
     async def abort(scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
@@ -138,18 +139,25 @@ def _names_group(body: bytes) -> bool:
         parsed = orjson.loads(body)
     except ValueError:
         return False
-    return isinstance(parsed, dict) and parsed.get("group") is not None
+    # A `parent` alone is ours to refuse: to SGLang it would be an abort of everything.
+    return isinstance(parsed, dict) and any(
+        parsed.get(key) is not None for key in _ABORT_KEYS
+    )
 
 
 async def _abort_group(body: dict[str, Any]) -> Response:
-    """Abort all branches of a group; 200 also when there is no such group."""
+    """Abort a group, or the branch `parent` of it and all below that.
+
+    200 also when there is no such group or branch.
+    """
     try:
-        group = parse_branch_meta({"group": body["group"]}, "body").group
+        meta = parse_branch_meta({key: body.get(key) for key in _ABORT_KEYS}, "body")
         if body.get("rid") or body.get("abort_all"):
-            raise FieldError("body.group", group, "without rid and abort_all")
+            raise FieldError("body.group", meta.group, "without rid and abort_all")
     except FieldError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    answers = await ask("abort_group", {"group": group, "now_ms": monotonic_ms()})
+    target = {"group": meta.group} | ({"parent": meta.parent} if meta.parent else {})
+    answers = await ask("abort_group", {**target, "now_ms": monotonic_ms()})
     failed = any(answer.error for answer in answers)
     return _answer(answers) if failed else Response(status_code=HTTPStatus.OK)
 

@@ -1,0 +1,123 @@
+"""Token ids travel from a branch to the requests that continue its text.
+
+Two hooks around `token_memory`: one gives a grouped request the ids of the text it
+begins with, one remembers what a finished branch has generated. Each tokenizer process
+has its own memory; what it does not know is tokenised by SGLang as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from sglang.srt.managers.io_struct import BatchStrOutput, GenerateReqInput
+
+from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.token_memory import (
+    FinishedBranch,
+    TokenMemory,
+    coder,
+    continued_ids,
+)
+from sglang_taper.protocol import CUSTOM_PARAMS_KEY
+
+logger = logging.getLogger(__name__)
+
+# On a GenerateReqInput, which SGLang copies for each sample of n>1.
+_PROMPT_IDS = "taper_prompt_ids"
+# Requests with one of these bring their ids, or name positions in them.
+_KEPT_FROM_US = (
+    *("input_ids", "input_embeds", "session_params", "positional_embed_overrides"),
+    *("multi_item_delimiter_indices", "token_indices_to_pool"),
+)
+
+
+async def tokenize_hook(
+    original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
+) -> Any:
+    """AROUND `TokenizerManager._tokenize_one_request`: ids of what is already known.
+
+    A grouped text that begins with what a branch of the group has said gets the ids of
+    that branch. Notes on `obj` the ids it was sent with.
+    """
+    meta = _branch_meta(obj)
+    if meta is None:
+        return await original(manager, obj)
+    ids = _known_ids(manager, obj, meta)
+    if ids is None:
+        tokenized = await original(manager, obj)
+    else:
+        with_ids = copy.copy(obj)
+        with_ids.input_ids = ids
+        tokenized = await original(manager, with_ids)
+    setattr(obj, _PROMPT_IDS, tokenized.input_ids)
+    return tokenized
+
+
+def _branch_meta(obj: Any) -> Mapping[str, Any] | None:
+    """The metadata of a request that is one text of a group, else None."""
+    if not isinstance(obj, GenerateReqInput) or not isinstance(obj.text, str):
+        return None
+    if any(getattr(obj, name, None) is not None for name in _KEPT_FROM_US):
+        return None
+    params = obj.sampling_params
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    meta = custom.get(CUSTOM_PARAMS_KEY) if isinstance(custom, dict) else None
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("group"), str):
+        return None
+    return None if obj.contains_mm_input() else meta
+
+
+def _known_ids(manager: Any, obj: Any, meta: Mapping[str, Any]) -> list[int] | None:
+    if manager.tokenizer is None:
+        return None
+    branch = _memory_of(manager).recall(
+        meta["group"], obj.text, meta.get("parent"), monotonic_ms()
+    )
+    if branch is None:
+        return None
+    try:
+        return continued_ids(branch, obj.text, *coder(manager.tokenizer))
+    except Exception as error:  # a tokenizer of any kind; SGLang's own way is left
+        logger.warning("request %s is tokenised anew: %r", obj.rid, error)
+        return None
+
+
+def _memory_of(manager: Any) -> TokenMemory:
+    if not hasattr(manager, "taper_token_memory"):
+        manager.taper_token_memory = TokenMemory()
+    memory: TokenMemory = manager.taper_token_memory
+    return memory
+
+
+def remember_finished_hook(manager: Any, received: Any) -> None:
+    """BEFORE `TokenizerManager._handle_batch_output`: keep what has just ended.
+
+    Before, so that it is known when the client reads the answer and goes on.
+    """
+    if not isinstance(received, BatchStrOutput):
+        return
+    for index, rid in enumerate(received.rids):
+        if received.finished_reasons[index] is None:
+            continue
+        state = manager.rid_to_state.get(rid)
+        prompt_ids = getattr(state.obj, _PROMPT_IDS, None) if state else None
+        if prompt_ids is not None:
+            _remember(manager, rid, state, prompt_ids, received, index)
+
+
+def _remember(
+    manager: Any, rid: str, state: Any, prompt_ids: Any, received: Any, index: int
+) -> None:
+    meta = state.obj.sampling_params["custom_params"][CUSTOM_PARAMS_KEY]
+    branch = FinishedBranch(
+        rid=rid,
+        prompt=state.obj.text,
+        answer=state.get_text() + (received.output_strs[index] or ""),
+        prompt_ids=prompt_ids,
+        output_ids=array("q", [*state.output_ids, *(received.output_ids[index] or ())]),
+    )
+    _memory_of(manager).remember(meta["group"], branch, monotonic_ms())
