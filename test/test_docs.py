@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,8 @@ from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.counters import StepRecord
 from sglang_taper.engine.hooks import HOOKS, Hook
 from sglang_taper.engine.hooks_doc import markdown
+from sglang_taper.engine.pins import PinTable
+from sglang_taper.engine.prefix import PrefixTree
 from sglang_taper.engine.refusals import REFUSALS, RUST_SERVER
 from sglang_taper.policy import admission
 from sglang_taper.policy.baselines import choose_baseline
@@ -110,7 +113,9 @@ def explained(text: str) -> set[str]:
 def a_state() -> tuple[BranchController, dict[str, object]]:
     """A controller with one branch, and its state."""
     config = TaperConfig(branch_policy="taper")
-    controller = BranchController(config, StepLatencyModel(), 1, False)
+    no_tree: Any = None
+    pins = PinTable(PrefixTree(no_tree), max_tokens=0)
+    controller = BranchController(config, StepLatencyModel(), 1, False, pins, 1)
     controller.attach("rid", BranchMeta(group="g"), 0.0, 8)
     return controller, report.describe_state(controller)
 

@@ -111,15 +111,15 @@ class TaperConfig:
     fork_pin_ttl_s: float = _setting(
         60.0,
         "Seconds a request without a living branch is remembered, with its deadlines "
-        "and token counts, for its next stage.",
+        "and token counts, and its prefix pinned, for its next stage.",
         Range(0, 86_400, include_low=True),
         float,
     )
     max_pinned_fraction: float = _setting(
-        0.0,
-        "Largest share of the KV pool that fork pins may hold. In this version "
-        "forks are not pinned yet, so nothing but 0 is accepted.",
-        Range(0, 0, include_low=True),
+        0.5,
+        "Largest share of the KV pool that fork pins may hold. Over it the oldest "
+        "idle pin goes first; a fork then recomputes what is evicted.",
+        Range(0, 1, include_low=True),
         float,
     )
 

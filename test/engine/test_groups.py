@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-
-from sglang_taper.engine.groups import (
-    Branch,
-    GroupTable,
-    arrives_aborted,
-    common_prefix,
-    note_finish,
-    note_prefill,
-)
+from sglang_taper.engine.groups import Branch, GroupTable, arrives_aborted
 from sglang_taper.engine.roster import DecodeRoster
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
@@ -21,10 +12,6 @@ PARAMS = PolicyParams(ttft_slo_ms=500.0, tpot_slo_ms=40.0)
 
 def attach(table: GroupTable, at_ms: float = 0.0, **meta: object) -> Branch:
     return table.attach("rid", BranchMeta(**meta), PARAMS, at_ms, 16)  # type: ignore[arg-type]
-
-
-def ids(*values: int) -> array[int]:
-    return array("q", values)
 
 
 def test_siblings_share_one_request() -> None:
@@ -67,38 +54,59 @@ def test_ending_twice_counts_once() -> None:
     assert table.num_live_groups == 0
 
 
-def test_a_sibling_shares_what_was_cached_and_counts_what_was_computed_again() -> None:
+def test_a_fork_is_complete_when_every_sibling_has_come_and_ended() -> None:
     table = GroupTable(ttl_s=60)
-    one = attach(table, group="g", width=2)
-    two = attach(table, group="g", branch=1, width=2)
-    note_prefill(one, ids(1, 2, 3, 4, 5), 0)
-    note_prefill(two, ids(1, 2, 3, 4, 9), 3)
-    assert (one.num_shared, one.num_recomputed) == (0, 0)
-    assert (two.num_shared, two.num_recomputed) == (3, 1)
+    fork = {"group": "g", "width": 2, "depth": 1}
+    one, two = attach(table, branch=0, **fork), attach(table, branch=1, **fork)
+    assert one.fork is two.fork is not None
+    table.end(one, 1)
+    assert not one.fork.is_complete
+    table.end(two, 2)
+    assert one.fork.is_complete
 
 
-def test_a_later_stage_may_share_what_was_generated() -> None:
+def test_a_sibling_that_has_not_come_yet_keeps_its_fork_open() -> None:
     table = GroupTable(ttl_s=60)
-    parent = attach(table, group="g")
-    note_prefill(parent, ids(1, 2), 0)
-    note_finish(parent, ids(1, 2), ids(3, 4))
-    child = attach(table, group="g", width=2, depth=1)
-    note_prefill(child, ids(1, 2, 3, 4, 5), 3)
-    assert (child.num_shared, child.num_recomputed) == (3, 1)
+    fork = {"group": "g", "width": 2, "depth": 1}
+    first = attach(table, branch=0, **fork)
+    table.end(first, 1)
+    again = attach(table, branch=0, **fork)
+    table.end(again, 2)
+    assert first.fork is again.fork
+    assert not again.fork.is_complete
+    late = attach(table, branch=1, **fork)
+    assert late.fork is first.fork
 
 
-def test_tokens_cached_by_strangers_are_not_shared_by_the_group() -> None:
+def test_stages_and_parents_tell_forks_apart() -> None:
     table = GroupTable(ttl_s=60)
-    only = attach(table, group="g")
-    note_prefill(only, ids(1, 2, 3), 2)
-    assert (only.num_shared, only.num_recomputed) == (0, 0)
+    common = {"group": "g", "width": 2, "depth": 1}
+    forks = {
+        id(attach(table, **common, stage=stage, parent=parent).fork)
+        for stage in (1, 2)
+        for parent in (None, "a", "b")
+    }
+    assert len(forks) == 6
 
 
-def test_common_prefix_of_anything() -> None:
-    assert common_prefix(ids(), ids(1)) == 0
-    assert common_prefix(ids(1, 2), ids(1, 2)) == 2
-    assert common_prefix(ids(1, 2), ids(1, 2, 3)) == 2
-    assert common_prefix(ids(5), ids(1)) == 0
+def test_serial_stages_and_commits_of_a_prefix_are_no_siblings() -> None:
+    table = GroupTable(ttl_s=60)
+    commit = table.attach("w", BranchMeta(group="g", width=4), PARAMS, 0.0, 0)
+    assert commit.is_prefix_only
+    assert commit.fork is None
+    assert attach(table, group="g").fork is None
+
+
+def test_a_group_remembers_descent_beyond_the_end_of_a_branch() -> None:
+    table = GroupTable(ttl_s=60)
+    for rid, parent in (("root", None), ("child", "root"), ("grandchild", "child")):
+        meta = BranchMeta(group="g", parent=parent)
+        table.end(table.attach(rid, meta, PARAMS, 0.0, 16), 1.0)
+    assert table.groups["g"].parents == {
+        "root": None,
+        "child": "root",
+        "grandchild": "child",
+    }
 
 
 def test_the_roster_tells_requests_when_they_leave_and_come_back() -> None:

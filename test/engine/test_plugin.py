@@ -102,7 +102,8 @@ def test_a_scheduler_process_runs_our_class_with_a_policy() -> None:
     wanted = {
         row.target
         for row in HOOKS
-        if row.role is Role.SCHEDULER and row.kind is not Kind.OVERRIDE
+        if row.role is Role.SCHEDULER
+        and row.kind not in (Kind.OVERRIDE, Kind.RELIED_ON)
     }
     assert module == "sglang_taper.engine.scheduler"
     assert set(patched) == wanted

@@ -16,16 +16,14 @@ from sglang_taper.changes import updated_params
 from sglang_taper.config import TaperConfig
 from sglang_taper.engine.clock import StepClock, TaperTick, monotonic_ms
 from sglang_taper.engine.counters import Counters, StepRecord
-from sglang_taper.engine.groups import (
-    Branch,
-    GroupTable,
-    note_finish,
-    note_prefill,
-)
+from sglang_taper.engine.groups import Branch, GroupTable
 from sglang_taper.engine.observe import every_row_must_run, observe_batch
+from sglang_taper.engine.pins import PinTable, branch_ended
 from sglang_taper.engine.roster import DecodeRoster
+from sglang_taper.engine.sharing import note_finish, note_prefill
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
 from sglang_taper.policy.admission import make_policy, step_kv_tokens
+from sglang_taper.policy.family import subtree
 from sglang_taper.policy.latency import StepLatencyModel, predict_ms
 from sglang_taper.policy.state import StepBuilder, record_step
 from sglang_taper.policy.types import AdmissionPlan, StepView
@@ -44,12 +42,16 @@ class BranchController:
         model: StepLatencyModel,
         num_ranks: int,
         asynchronous: bool,
+        pins: PinTable,
+        page_size: int,
     ) -> None:
         self.params = config.policy_params
         self.policy = make_policy(self.params.policy)
         self.model = model
         self.clock = StepClock(num_ranks)
         self.groups = GroupTable(config.fork_pin_ttl_s)
+        self.pins = pins
+        self._page_size = page_size
         self.timer = StepTimer(asynchronous)
         self.counters = Counters()
         self.step = 0
@@ -76,8 +78,35 @@ class BranchController:
             return
         now_ms = self.clock.now_ms
         self._roster.remove(branch.state, now_ms)
-        note_finish(branch, req.origin_input_ids, req.output_ids)
+        aborted = is_aborted(req)
+        if not aborted:
+            note_finish(branch, req.origin_input_ids, req.output_ids, self._page_size)
         self.groups.end(branch, now_ms)
+        branch_ended(self.pins, branch, req, aborted, now_ms)
+
+    def abort_group(
+        self, name: str, now_ms: float, parent: str | None = None
+    ) -> set[str] | None:
+        """A group is about to be aborted, or what descends from `parent` in it.
+
+        Returns the request ids meant, None for all; nothing is pinned for them.
+        """
+        if parent is not None:
+            group = self.groups.groups.get(name)
+            return subtree(parent, group.parents if group else {})
+        if (group := self.groups.abort(name, now_ms)) is not None:
+            self.pins.unpin_group(group)
+        return None
+
+    def expire_pins(self) -> None:
+        """Give up what no request has used for longer than the TTL."""
+        if len(self.pins):
+            self.pins.expire(self.clock.now_ms, self.groups.ttl_ms)
+
+    def flushed(self) -> None:
+        """The cache is empty: what was shared or pinned is gone."""
+        self.groups.clear()
+        self.pins.forget()
 
     def settle(self) -> None:
         """The engine is fully idle. Called in a tight loop."""
@@ -175,11 +204,18 @@ class BranchController:
                 self.end(req)
 
     def _note_first_result(self, branch: Branch, req: Any) -> None:
-        if not branch.prefilled:
-            branch.state.last_run_step = self.step
-            note_prefill(branch, req.origin_input_ids, req.cached_tokens)
-            self.counters.num_prefix_shared_tokens += branch.num_shared
-            self.counters.num_recomputed_tokens += branch.num_recomputed
+        if branch.prefilled:
+            return
+        branch.state.last_run_step = self.step
+        note_prefill(branch, req.origin_input_ids, req.cached_tokens, self._page_size)
+        if branch.group is not None:
+            pinned = [pin.num_tokens for _, pin in self.pins.of(branch.group)]
+            branch.num_pinned = min(req.cached_tokens, max(pinned, default=0))
+        counters = self.counters
+        counters.num_prefix_shared_tokens += branch.num_shared
+        counters.num_recomputed_tokens += branch.num_recomputed
+        counters.num_evicted_tokens += branch.num_evicted
+        counters.num_prefilled_tokens += branch.num_prefilled
 
     # -- time and measurements all ranks agree on
 
@@ -202,3 +238,9 @@ class BranchController:
         params = updated_params(self.params, changes)
         self.policy = make_policy(params.policy)
         self.params = params
+
+
+def is_aborted(req: Any) -> bool:
+    """Whether `req` ends without a result of its own: what it has is not kept."""
+    reason = req.finished_reason
+    return reason is None or reason.to_json()["type"] == "abort"

@@ -41,6 +41,14 @@ class Counters(msgspec.Struct):
     num_branches: int = 0
     num_prefix_shared_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_evicted_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_rows_aliased: int = 0
+    num_alias_fallbacks: int = 0
+    num_checkpoints: int = 0
+    num_siblings_held: int = 0
+    num_groups_held: int = 0
     num_measured_steps: int = 0
     sum_measured_ms: float = 0.0
     sum_absolute_error: float = 0.0

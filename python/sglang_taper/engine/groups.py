@@ -8,10 +8,8 @@ token, its token count and its deadlines again.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
-
+from sglang_taper.engine.sharing import Seen
 from sglang_taper.policy.state import BranchState, RequestState
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
@@ -19,22 +17,70 @@ from sglang_taper.protocol import BranchMeta
 # Groups remembered at most; the ones idle for longest are forgotten first.
 MAX_GROUPS = 65_536
 SWEEP_EVERY_MS = 1000.0
-# Branches of a group whose tokens are kept to tell what a new one could share.
-NUM_SEEN_BRANCHES = 4
+
+
+class Fork:
+    """The siblings of one fork: how many there are to be, which have ended.
+
+    `parent` is the rid of the request they continue, when the client names it.
+    """
+
+    __slots__ = ("ended", "key", "num_live", "parent", "width")
+
+    def __init__(self, meta: BranchMeta) -> None:
+        self.key = fork_key(meta)
+        self.width = meta.width
+        self.parent = meta.parent
+        self.num_live = 0
+        self.ended: set[int] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sibling has come and ended."""
+        return self.num_live == 0 and len(self.ended) >= self.width
+
+
+ForkKey = tuple[str, int, int, str | None]
+
+
+def fork_key(meta: BranchMeta) -> ForkKey:
+    """Names the fork that made this branch, within its group."""
+    return ("fork", meta.depth, meta.stage, meta.parent)
 
 
 class Group:
     """A grouped request: its state, its living branches, what it has computed."""
 
-    __slots__ = ("aborted_ms", "idle_since_ms", "num_live", "seen_tokens", "state")
+    __slots__ = (
+        "aborted_ms",
+        "forks",
+        "idle_since_ms",
+        "num_live",
+        "parents",
+        "seen",
+        "state",
+    )
 
     def __init__(self, state: RequestState, now_ms: float) -> None:
         self.state = state
         self.num_live = 0
         self.aborted_ms = -math.inf
         self.idle_since_ms = now_ms
-        # Token ids of the newest branches: what a new one may hope to share.
-        self.seen_tokens: list[Any] = []
+        # The newest branches: what a new one may hope to share.
+        self.seen: list[Seen] = []
+        self.forks: dict[ForkKey, Fork] = {}
+        # By request id: the one it names as its parent, also of ended branches, so
+        # that a chain of descent does not break.
+        self.parents: dict[str, str | None] = {}
+
+    def fork_of(self, meta: BranchMeta) -> Fork:
+        """The fork that made this branch; opened by its first sibling to come."""
+        return self.forks.setdefault(fork_key(meta), Fork(meta))
+
+    def close(self, fork: Fork | None) -> None:
+        """Forget `fork` if it is complete."""
+        if fork is not None and fork.is_complete:
+            self.forks.pop(fork.key, None)
 
 
 class Branch:
@@ -42,12 +88,20 @@ class Branch:
 
     __slots__ = (
         "ended",
+        "fork",
         "group",
+        "is_aliased",
+        "is_probed",
         "meta",
+        "num_copied",
+        "num_evicted",
+        "num_pinned",
+        "num_prefilled",
         "num_recomputed",
         "num_shared",
         "prefilled",
         "state",
+        "waits_for_page",
     )
 
     def __init__(
@@ -56,15 +110,32 @@ class Branch:
         self.meta = meta
         self.state = state
         self.group = group
+        is_sibling = group is not None and meta.width > 1 and not self.is_prefix_only
+        self.fork = group.fork_of(meta) if group and is_sibling else None
         self.ended = False
         self.prefilled = False
+        # Whether members of the group were asked for what it shares with them.
+        self.is_probed = False
+        self.waits_for_page = False
+        self.is_aliased = False
         self.num_shared = 0
         self.num_recomputed = 0
+        self.num_evicted = 0
+        self.num_pinned = 0
+        self.num_copied = 0
+        self.num_prefilled = 0
 
     @property
     def is_prefix_only(self) -> bool:
         """It only puts its prompt into the radix tree: its token is not counted."""
         return self.state.max_new_tokens == 0
+
+    @property
+    def state_key(self) -> tuple[int, int, int]:
+        """Names the program state it belongs to, within its group; the root keeps
+        its name over all its stages."""
+        meta = self.meta
+        return (meta.depth, meta.stage if meta.depth else 0, meta.branch)
 
 
 class GroupTable:
@@ -89,8 +160,11 @@ class GroupTable:
         state = group.state if group else _request_state(rid, meta, params, arrival_ms)
         branch = Branch(meta, BranchState(state, meta.branch, 0, max_new_tokens), group)
         if group:
+            group.parents[rid] = meta.parent
             self.num_live_groups += group.num_live == 0
             group.num_live += 1
+        if branch.fork:
+            branch.fork.num_live += 1
         return branch
 
     def _group_of(
@@ -111,7 +185,11 @@ class GroupTable:
             return
         branch.ended = True
         branch.state.end()
+        if branch.fork is not None:
+            branch.fork.num_live -= 1
+            branch.fork.ended.add(branch.meta.branch)
         if (group := branch.group) is not None:
+            group.close(branch.fork)
             self._set_live(group, max(0, group.num_live - 1), now_ms)
 
     def _set_live(self, group: Group, num_live: int, now_ms: float) -> None:
@@ -148,10 +226,11 @@ class GroupTable:
         self.groups.clear()
         self.num_live_groups = 0
 
-    def abort(self, name: str, now_ms: float) -> None:
+    def abort(self, name: str, now_ms: float) -> Group | None:
         """The group was aborted at `now_ms`, a time that all ranks were told."""
         if (group := self.groups.get(name)) is not None:
             group.aborted_ms = now_ms
+        return group
 
 
 def arrives_aborted(branch: Branch, called_ms: float | None) -> bool:
@@ -176,43 +255,3 @@ def _request_state(
         tpot_slo_ms=meta.tpot_slo_ms or params.tpot_slo_ms,
         priority=meta.priority or 1.0,
     )
-
-
-def note_prefill(branch: Branch, prompt: Any, num_cached: int) -> None:
-    """Count what the branch shares and what of it was computed again.
-
-    `prompt` is an `array('q')` of token ids, `num_cached` how many of them were found
-    in the tree. Shared: what this request has already computed and the branch starts
-    with (its longest common prefix with the newest branches of its group).
-    """
-    if branch.prefilled:
-        return
-    branch.prefilled = True
-    branch.state.shared_tokens = num_cached
-    if (group := branch.group) is None:
-        return
-    known = max((common_prefix(prompt, seen) for seen in group.seen_tokens), default=0)
-    branch.num_shared = min(num_cached, known)
-    branch.num_recomputed = known - branch.num_shared
-    _remember(group, prompt)
-
-
-def note_finish(branch: Branch, prompt: Any, output: Any) -> None:
-    """Later stages may start with what this branch has generated."""
-    if branch.group is not None and len(output):
-        _remember(branch.group, prompt + output)
-
-
-def _remember(group: Group, tokens: Any) -> None:
-    group.seen_tokens = [*group.seen_tokens[1 - NUM_SEEN_BRANCHES :], tokens]
-
-
-def common_prefix(left: Any, right: Any) -> int:
-    """Length of the longest common prefix of two `array('q')`."""
-    length = min(len(left), len(right))
-    if not length:
-        return 0
-    one = np.frombuffer(left, dtype=np.int64, count=length)
-    two = np.frombuffer(right, dtype=np.int64, count=length)
-    different = np.flatnonzero(one != two)
-    return int(different[0]) if different.size else length

@@ -7,65 +7,14 @@ table costs nothing.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from sglang_taper.engine.hook_rows import SCHEDULER_HOOKS
+from sglang_taper.engine.hook_types import Hook, Kind, Role
 
-import msgspec
+__all__ = ["HOOKS", "Hook", "Kind", "Role", "hook"]
 
-
-class Role(StrEnum):
-    """Which process a hook belongs to."""
-
-    MAIN = "main"  # parses flags, launches the others
-    TOKENIZER = "tokenizer"  # main, or each uvicorn worker
-    SCHEDULER = "scheduler"  # one per rank
-
-
-class Kind(StrEnum):
-    """How a hook is put in place. OVERRIDE rows belong to a replaced class."""
-
-    REPLACE = "replace"
-    BEFORE = "before"
-    AROUND = "around"
-    AFTER = "after"
-    OVERRIDE = "override"
-    ASSIGN = "assign"
-    RELIED_ON = "relied on"  # not touched; its behaviour is assumed
-
-
-class Hook(msgspec.Struct, frozen=True):
-    """One row.
-
-    `function` is `module:attribute` inside this package; None for OVERRIDE and
-    RELIED_ON rows, which are here to be fingerprinted. `always` rows exist with
-    policy `none` too.
-    """
-
-    id: str
-    target: str
-    kind: Kind
-    role: Role
-    function: str | None
-    why: str
-    removable_when: str
-    always: bool = False
-
-
-_SCHED = "sglang.srt.managers.scheduler.Scheduler"
 _TOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang_taper.engine"
-
-
-def _override(name: str, why: str, removable_when: str) -> Hook:
-    return Hook(
-        id=f"scheduler-{name.strip('_').replace('_', '-')}",
-        target=f"{_SCHED}.{name}",
-        kind=Kind.OVERRIDE,
-        role=Role.SCHEDULER,
-        function=None,
-        why=why,
-        removable_when=removable_when,
-    )
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -159,6 +108,25 @@ HOOKS: tuple[Hook, ...] = (
         removable_when="SGLang stamps a sibling index on the copies",
     ),
     Hook(
+        id="prompt-ids",
+        target=f"{_TOK}._tokenize_one_request",
+        kind=Kind.AROUND,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.token_ids:tokenize_hook",
+        why="a text that begins with generated text gets the ids the model generated; "
+        "AROUND because they go in and the ids that were sent come out",
+        removable_when="clients can continue a request by its id",
+    ),
+    Hook(
+        id="answer-ids",
+        target=f"{_TOK}._handle_batch_output",
+        kind=Kind.BEFORE,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.token_ids:remember_finished_hook",
+        why="the ids of a finished answer must be known before its client goes on",
+        removable_when="clients can continue a request by its id",
+    ),
+    Hook(
         id="answer-metadata",
         target=f"{_TOK}.update_request_meta_info",
         kind=Kind.AROUND,
@@ -225,57 +193,7 @@ HOOKS: tuple[Hook, ...] = (
         why="the route that also takes a group; bodies without one are passed on",
         removable_when="SGLang aborts groups",
     ),
-    Hook(
-        id="scheduler",
-        target=_SCHED,
-        kind=Kind.REPLACE,
-        role=Role.SCHEDULER,
-        function=f"{_ENGINE}.scheduler:TaperScheduler",
-        why="one visible subclass instead of many method hooks",
-        removable_when="SGLang takes a batch policy object",
-    ),
-    _override(
-        "update_running_batch",
-        "its return value is the decode batch that runs, and need not be the "
-        "running batch",
-        "SGLang takes a batch policy object",
-    ),
-    _override(
-        "_create_generation_req",
-        "SGLang's extension point for request-local state",
-        "never: it is the documented place",
-    ),
-    _override(
-        "_poll_timeout_aborts",
-        "the only input of an iteration that the leader decides and all ranks see",
-        "SGLang broadcasts a step clock",
-    ),
-    _override("init_request_dispatcher", "our control messages", "never"),
-    _override("run_batch", "when a step starts", "SGLang exports step times"),
-    _override("process_batch_result", "when a step ends", "same as run_batch"),
-    _override("abort_request", "exact ids and whole groups", "exact abort upstream"),
-    _override("flush_cache", "forget requests between stages", "never"),
-    _override("on_idle", "a step whose end was not seen", "same as run_batch"),
-    _override("send_abort_output", "requests that end outside the results", "never"),
-    _override(
-        "_record_scheduler_state_for_paused_engine",
-        "a step whose end was not seen: a pause is not a prefill",
-        "same as run_batch",
-    ),
-    _override("get_output_streamer_class", "tokens and meta_info", "never"),
-    _override("init_output_streamer", "gives the streamer our controller", "never"),
-    _override("get_init_info", "main learns that this rank runs our class", "never"),
-    Hook(
-        id="penalty-tokens",
-        target="sglang.srt.managers.schedule_batch.ScheduleBatch"
-        ".cumulate_penalty_output_tokens",
-        kind=Kind.AROUND,
-        role=Role.SCHEDULER,
-        function=f"{_ENGINE}.penalties:cumulate_penalty_output_tokens_hook",
-        why="under overlap SGLang feeds the last processed token, which skips or "
-        "repeats a token of a row that sat out a step",
-        removable_when="penalties are fed by position upstream",
-    ),
+    *SCHEDULER_HOOKS,
 )
 
 

@@ -19,9 +19,19 @@ COUNTERS = {
     "num_branches": "Branches that arrived.",
     "num_prefix_shared_tokens": "Tokens branches found in the radix tree.",
     "num_recomputed_tokens": "Tokens of a shared prefix that were computed again.",
+    "num_evicted_tokens": "Tokens of a shared prefix evicted before they were wanted.",
+    "num_prefilled_tokens": "Prompt tokens of branches that went through a prefill.",
+    "num_copied_tokens": "Tokens copied from the partly filled page of a sibling.",
+    "num_rows_aliased": "Branches that started without a prefill.",
+    "num_alias_fallbacks": "Branches whose parameters need the prefill of a token.",
+    "num_checkpoints": "Times a running branch was put into the tree for a fork.",
+    "num_siblings_held": "Passes in which a branch waited for its sibling's prefill.",
+    "num_groups_held": "Passes in which a fork waited until it fits as a whole.",
 }
 GAUGES = {
     "live_groups": "Requests with a living branch.",
+    "pins": "Locks on the prefix of a fork.",
+    "pinned_tokens": "Tokens under these locks, summed over them.",
     "stall_share": "Share of busy time that is not decode steps.",
     "latency_model_mape": "Mean absolute relative error of the step-latency model.",
     "latency_model_trusted": "1 when plans use the step-latency model, else 0.",
@@ -64,6 +74,8 @@ class StepMetrics:
 def _gauge_values(controller: BranchController) -> dict[str, float]:
     return {
         "live_groups": controller.groups.num_live_groups,
+        "pins": len(controller.pins),
+        "pinned_tokens": controller.pins.num_tokens,
         "stall_share": controller.timer.stall_share,
         "latency_model_mape": controller.model.mape or 0.0,
         "latency_model_trusted": float(controller.model.trusted),

@@ -28,6 +28,8 @@ def describe_state(controller: BranchController) -> dict[str, Any]:
         "planner_p99_ms": counters.planner_p99_ms,
         "counters": describe_counters(controller),
         "num_live_groups": controller.groups.num_live_groups,
+        "num_pins": len(controller.pins),
+        "pinned_tokens": controller.pins.num_tokens,
         "groups": [
             describe_group(name, group)
             for name, group in list(controller.groups.groups.items())[
@@ -35,6 +37,17 @@ def describe_state(controller: BranchController) -> dict[str, Any]:
             ]
         ],
         "recent_steps": [msgspec.to_builtins(s) for s in counters.recent_steps],
+    }
+
+
+def describe_pool(scheduler: Any) -> dict[str, int]:
+    """KV tokens: free, cached (evictable), locked by branches and pins, and all."""
+    tree = scheduler.tree_cache
+    return {
+        "free": int(scheduler.token_to_kv_pool_allocator.available_size()),
+        "evictable": int(tree.evictable_size()),
+        "protected": int(tree.protected_size()),
+        "total": int(scheduler.max_total_num_tokens),
     }
 
 
@@ -55,11 +68,14 @@ def describe_model(controller: BranchController) -> dict[str, Any]:
 def describe_counters(controller: BranchController) -> dict[str, Any]:
     skipped = ("recent_steps", "planner_ms")
     counters = controller.counters
-    return {
+    described = {
         name: getattr(counters, name)
         for name in counters.__struct_fields__
         if name not in skipped
     }
+    described["num_pins_dropped"] = controller.pins.num_dropped
+    described["num_pins_expired"] = controller.pins.num_expired
+    return described
 
 
 def describe_group(name: str, group: Group) -> dict[str, Any]:
@@ -103,6 +119,11 @@ def describe_branch(branch: Branch, policy: str) -> dict[str, Any]:
         "steps_deferred": state.steps_deferred,
         "prefix_tokens_shared": branch.num_shared,
         "tokens_recomputed": branch.num_recomputed,
+        "prefix_tokens_pinned": branch.num_pinned,
+        "prefix_tokens_evicted": branch.num_evicted,
+        "tokens_prefilled": branch.num_prefilled,
+        "tokens_copied": branch.num_copied,
+        "row_aliased": branch.is_aliased,
         "deadline_misses": request.deadline_misses,
         "tpot_ms": tpot_ms(request),
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import (
     SchedulerOutputStreamer,
 )
@@ -26,6 +26,7 @@ from sglang_taper.config import load as load_config
 from sglang_taper.engine.apply import admit_rows
 from sglang_taper.engine.clock import TaperTick, monotonic_ms
 from sglang_taper.engine.controller import BranchController
+from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.engine.groups import arrives_aborted
 from sglang_taper.engine.messages import (
     TaperControlReq,
@@ -33,7 +34,9 @@ from sglang_taper.engine.messages import (
     register_message_types,
 )
 from sglang_taper.engine.metrics import StepMetrics
-from sglang_taper.engine.report import describe_state
+from sglang_taper.engine.pins import PinTable
+from sglang_taper.engine.prefix import PrefixTree
+from sglang_taper.engine.report import describe_pool, describe_state
 from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
 from sglang_taper.policy.latency import StepLatencyModel
@@ -57,6 +60,7 @@ class TaperScheduler(Scheduler):
         super().init_request_dispatcher()
         register_message_types()
         self.taper = self._make_controller(load_config())
+        self._forks = ForkAdmission(self, self.taper.pins, self.taper.counters)
         self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
         self._request_dispatcher += TypeBasedDispatcher(
             [
@@ -71,6 +75,11 @@ class TaperScheduler(Scheduler):
             model=_latency_model(config, self.tp_worker.get_decode_cuda_graph_bs()),
             num_ranks=get_parallel().tp_size,
             asynchronous=self.enable_overlap and self.device != "cpu",
+            pins=PinTable(
+                PrefixTree(self.tree_cache),
+                int(config.max_pinned_fraction * self.max_total_num_tokens),
+            ),
+            page_size=self.page_size,
         )
 
     def get_init_info(self) -> dict[str, Any]:
@@ -120,7 +129,7 @@ class TaperScheduler(Scheduler):
     def flush_cache(self, empty_cache: bool = True) -> bool:
         flushed = super().flush_cache(empty_cache)
         if flushed:
-            self.taper.groups.clear()
+            self.taper.flushed()
         return flushed
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
@@ -133,9 +142,31 @@ class TaperScheduler(Scheduler):
         if self.is_fully_idle():
             self.taper.settle()
 
+    # -- prefill
+
+    def get_prefill_adder_class(self) -> Any:
+        if not self.is_generation:
+            return super().get_prefill_adder_class()
+        return self._forks.adder_class
+
+    def get_num_allocatable_reqs(self, *args: Any, **kwargs: Any) -> int:
+        num_rows: int = super().get_num_allocatable_reqs(*args, **kwargs)
+        return num_rows - self._forks.num_rows_taken
+
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
+        self.taper.expire_pins()
+        while True:
+            with self._forks.prefill_pass(running_batch):
+                plan = super().get_new_batch_prefill(running_batch)
+            if not self._forks.is_stuck(plan):
+                break
+        plan.running_batch = self._forks.start(plan.running_batch)
+        return plan
+
     # -- one step
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        self._forks.make_room_to_decode(batch)
         with _unprepared(batch):
             ready = super().update_running_batch(batch)
         if ready is None or ready.is_empty():
@@ -178,21 +209,27 @@ class TaperScheduler(Scheduler):
         if action == "policy":
             self.taper.change_policy(params)
         elif action == "abort_group":
-            self._abort_group(params["group"], params["now_ms"])
+            self._abort_group(**params)
         elif action != "state":
             raise FieldError("action", action, "one of state, policy, abort_group")
 
-    def _abort_group(self, group: str, now_ms: float) -> None:
-        self.taper.groups.abort(group, now_ms)
+    def _abort_group(
+        self, group: str, now_ms: float, parent: str | None = None
+    ) -> None:
+        """Abort a group, or only `parent` and what descends from it."""
+        members = self.taper.abort_group(group, now_ms, parent)
         for req in self._taper_requests():
             branch = getattr(req, "taper", None)
-            if branch is not None and branch.meta.group == group:
+            if branch is None or branch.meta.group != group:
+                continue
+            if members is None or req.rid in members:
                 self.abort_request(AbortReq(rid=req.rid))
 
     def _describe_taper_state(self) -> dict[str, Any]:
         state = describe_state(self.taper)
         state["num_running"] = len(self.running_batch.reqs)
         state["num_waiting"] = len(self.waiting_queue)
+        state["pool"] = describe_pool(self)
         return state
 
 

@@ -27,4 +27,6 @@ def activate() -> str | None:
         return None
     # Read by the OpenMP runtime of the processes SGLang spawns.
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    # SGLang's own switch: move KV by indexing instead of by a Triton kernel.
+    os.environ.setdefault("SGLANG_NATIVE_MOVE_KV_CACHE", "1")
     return "sglang_taper.platform.cpu.TaperCpuPlatform"

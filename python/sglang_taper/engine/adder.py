@@ -1,0 +1,28 @@
+"""SGLang's prefill admission, with a second way to start what it admits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class ForkPrefillAdder(PrefillAdder):
+    """Admits by SGLang's own budgets; `take` may take an admitted request away from
+    the prefill batch because it starts without a prefill."""
+
+    def __init__(self, take: Callable[[Req], bool], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._take = take
+
+    def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        num_admitted = len(self.can_run_list)
+        verdict: AddReqResult = super().add_one_req(req, *args, **kwargs)
+        is_admitted = len(self.can_run_list) > num_admitted
+        if is_admitted and self.new_chunked_req is not req and self._take(req):
+            self.can_run_list.pop()
+        return verdict

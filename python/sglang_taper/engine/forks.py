@@ -1,0 +1,290 @@
+"""What happens to forks before a prefill batch is made.
+
+Around SGLang's own admission: members of a group publish what new branches want,
+siblings wait for the one that computes what they share, a fork waits until it fits
+as a whole, and branches with nothing left to compute start as decode rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from sglang_taper.engine.adder import ForkPrefillAdder
+from sglang_taper.engine.alias import find_donor, needs_prefill, start_rows
+from sglang_taper.engine.counters import Counters
+from sglang_taper.engine.groups import Group
+from sglang_taper.engine.pins import PinTable
+from sglang_taper.engine.prefix import (
+    PrefixTree,
+    is_publishable,
+    may_share_more,
+    num_common,
+)
+from sglang_taper.engine.sharing import common_prefix
+from sglang_taper.policy.forks import Prompt, Room, SharedWork, Unit, num_units_to_try
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
+
+
+class ForkAdmission:
+    """One per scheduler. Does nothing to requests without a group."""
+
+    def __init__(self, engine: Scheduler, pins: PinTable, counters: Counters) -> None:
+        self._engine = engine
+        self._prefix = PrefixTree(engine.tree_cache)
+        self._pins = pins
+        self._counters = counters
+        self._running: list[Req] = []
+        self._aliased: list[Req] = []
+        self._donors: dict[Req, Req] = {}
+        self.adder_class = partial(ForkPrefillAdder, self._take)
+
+    @property
+    def num_rows_taken(self) -> int:
+        """Rows that admitted branches will occupy once this pass is over."""
+        return len(self._aliased)
+
+    # -- one pass
+
+    @contextmanager
+    def prefill_pass(self, running: ScheduleBatch) -> Iterator[None]:
+        """Hide from SGLang's admission what must wait; it is queued again after."""
+        self._aliased, self._donors = [], {}
+        self._running = running.reqs
+        before = self._engine.waiting_queue
+        if not self._may_admit(running) or not self._has_forks(before):
+            yield
+            return
+        visible = self._visible(running)
+        hidden = set(before) - set(visible)
+        self._engine.waiting_queue = visible
+        try:
+            yield
+        finally:
+            self._requeue(before, hidden)
+
+    def _may_admit(self, running: ScheduleBatch) -> bool:
+        """False where SGLang does not look at the queue at all."""
+        engine = self._engine
+        is_full = running.batch_is_full and not running.is_empty()
+        return not is_full or engine.enable_priority_preemption
+
+    def _has_forks(self, queue: list[Req]) -> bool:
+        return self._prefix.is_shared and any(req.taper.group for req in queue)
+
+    def _requeue(self, before: list[Req], hidden: set[Req]) -> None:
+        taken = set(self._aliased)
+        left = [r for r in self._engine.waiting_queue if r not in taken]
+        if hidden:
+            known, stay = set(before), hidden.union(left)
+            left = [r for r in before if r in stay] + [
+                r for r in left if r not in known
+            ]
+        self._engine.waiting_queue = left
+
+    def is_stuck(self, plan: NextBatchPlan) -> bool:
+        """Whether nothing runs and nothing was admitted although requests wait, and
+        a pin could be given up for them (which is done)."""
+        engine = self._engine
+        progresses = plan.batch_to_run or self._aliased or engine.chunked_req
+        if progresses or not plan.running_batch.is_empty() or not engine.waiting_queue:
+            return False
+        return self._pins.drop_oldest_idle()
+
+    def make_room_to_decode(self, running: ScheduleBatch) -> None:
+        """Give up idle pins before SGLang retracts rows for want of KV slots.
+
+        A pin on which no fork is known to come is worth less than any running row;
+        the others go only when retracting would not help either.
+        """
+        if not len(self._pins) or running.is_empty() or running.check_decode_mem():
+            return
+        while self._pins.drop_oldest_idle(True):
+            if running.check_decode_mem():
+                return
+        owned = [r.kv.kv_allocated_len - r.kv.cache_protected_len for r in running.reqs]
+        if sum(owned) - max(owned) < self._engine.page_size:
+            while not running.check_decode_mem() and self._pins.drop_oldest_idle():
+                pass
+
+    def start(self, running: ScheduleBatch) -> ScheduleBatch:
+        """The running batch, with the branches that start without a prefill."""
+        if not self._aliased:
+            return running
+        batch = start_rows(self._engine, self._aliased, self._donors)
+        for req in self._aliased:
+            req.taper.is_aliased = True
+            req.taper.num_copied = req.extend_len
+            self._counters.num_copied_tokens += req.extend_len
+            req.prefix_len = req.extend_end
+        self._counters.num_rows_aliased += len(self._aliased)
+        self._aliased, self._donors = [], {}
+        if running.is_empty():
+            batch.batch_is_full = running.batch_is_full
+            return batch
+        running.merge_batch(batch)
+        return running
+
+    def _take(self, req: Req) -> bool:
+        """Whether an admitted request starts as a decode row."""
+        branch = req.taper
+        branch.is_aliased = False
+        missing = len(req.origin_input_ids) - 1 - req.prefix_len
+        if branch.group is None or branch.is_prefix_only or req.prefix_len == 0:
+            return False
+        donor = None
+        if missing:
+            donor = find_donor(req, self._running, self._engine.page_size)
+            if donor is None:
+                return False
+        if needs_prefill(req):
+            self._counters.num_alias_fallbacks += 1
+            return False
+        if donor is not None:
+            self._donors[req] = donor
+        self._aliased.append(req)
+        return True
+
+    # -- who may be admitted in this pass
+
+    def _visible(self, running: ScheduleBatch) -> list[Req]:
+        engine = self._engine
+        engine.policy.calc_priority(
+            engine.waiting_queue,
+            running,
+            processed_tokens=engine.processed_tokens_counter,
+        )
+        prompts = self._match_all(running)
+        waiting = self._waiting_for_siblings(prompts)
+        self._counters.num_siblings_held += len(waiting)
+        queue = self._whole_forks(prompts, waiting, running)
+        return [req for req in queue if req not in waiting]
+
+    def _match_all(self, running: ScheduleBatch) -> dict[Req, Prompt]:
+        prompts = {}
+        for req in self._engine.waiting_queue:
+            if req.taper.group is not None:
+                prompts[req] = self._match(req, running)
+        return prompts
+
+    def _match(self, req: Req, running: ScheduleBatch) -> Prompt:
+        """The tree's match; first asks the members of the group, once."""
+        prompt = self._prefix.match(req)
+        if req.taper.is_probed or prompt.num_missing <= 0:
+            return prompt
+        req.taper.is_probed = True
+        for member in running.reqs:
+            if self._publishes(member, req, prompt):
+                self._prefix.publish(member)
+                self._counters.num_checkpoints += 1
+                prompt = self._prefix.match(req)
+        return prompt
+
+    def _publishes(self, member: Req, req: Req, prompt: Prompt) -> bool:
+        """Whether a running member has computed more of `req` than the tree holds."""
+        if member.taper.group is not req.taper.group or not is_publishable(member):
+            return False
+        if not may_share_more(prompt, member):
+            return False
+        page = self._engine.page_size
+        common = num_common(prompt, member) // page * page
+        return common > prompt.num_matched
+
+    def _waiting_for_siblings(self, prompts: dict[Req, Prompt]) -> dict[Req, int]:
+        """Branches that wait, each with the tokens it will share by it."""
+        work = SharedWork(self._engine.page_size)
+        chunked = self._engine.chunked_req
+        if chunked is not None and chunked.taper.group is not None:
+            work.begin(self._prefix.match(chunked))
+        waiting = {}
+        for req, prompt in prompts.items():
+            first = work.begun_by(prompt)
+            if first is not None and self._waits(req, prompt, work):
+                waiting[req] = common_prefix(prompt.tokens, first.tokens)
+            elif prompt.num_missing > 0 and not req.skip_radix_cache_insert:
+                work.begin(prompt)
+        return waiting
+
+    def _waits(self, req: Req, prompt: Prompt, work: SharedWork) -> bool:
+        if not work.is_partial(prompt):
+            return True
+        # Only a sibling still running can hand its page on: wait for it once, or
+        # branches that end at once would make each other wait one by one.
+        first_time = not req.taper.waits_for_page and not needs_prefill(req)
+        req.taper.waits_for_page = True
+        return first_time
+
+    # -- a fork is admitted whole, or waits whole
+
+    def _whole_forks(
+        self,
+        prompts: dict[Req, Prompt],
+        waiting: dict[Req, int],
+        running: ScheduleBatch,
+    ) -> list[Req]:
+        members = self._units()
+        units = [self._unit(reqs, prompts, waiting) for reqs in members]
+        busy = not running.is_empty() or self._engine.chunked_req is not None
+        room = self._room(running, members, prompts)
+        number = num_units_to_try(units, room, busy)
+        while number < len(units) and self._pins.drop_oldest_idle(True):
+            room = self._room(running, members, prompts)
+            number = num_units_to_try(units, room, busy)
+        self._counters.num_groups_held += number < len(units)
+        tried = {req for reqs in members[:number] for req in reqs}
+        return [req for req in self._engine.waiting_queue if req in tried]
+
+    def _units(self) -> list[list[Req]]:
+        by_group: dict[Group | Req, list[Req]] = {}
+        for req in self._engine.waiting_queue:
+            by_group.setdefault(req.taper.group or req, []).append(req)
+        return list(by_group.values())
+
+    def _unit(
+        self, reqs: list[Req], prompts: dict[Req, Prompt], waiting: dict[Req, int]
+    ) -> Unit:
+        needs, shared = [], 0
+        for req in reqs:
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            prompt = prompts.get(req)
+            matched = prompt.num_matched if prompt else 0
+            shared = max(shared, matched)
+            # A waiting sibling finds what the first one computes.
+            found = max(matched, waiting.get(req, 0))
+            new = length - found + _max_new_tokens(req)
+            needs.append(new + self._engine.page_size)
+        return Unit(len(reqs), sum(needs), sum(needs) + shared)
+
+    def _room(
+        self,
+        running: ScheduleBatch,
+        members: list[list[Req]],
+        prompts: dict[Req, Prompt],
+    ) -> Room:
+        engine = self._engine
+        first = next(prompts[r] for reqs in members for r in reqs if r in prompts)
+        ratio = engine.new_token_ratio_tracker.current
+        promised = sum(_max_new_tokens(r) * ratio for r in running.reqs)
+        evictable = self._prefix.num_evictable_beside(first.node)
+        free = engine.token_to_kv_pool_allocator.available_size() + evictable
+        return Room(
+            free_tokens=int(free - promised),
+            free_rows=engine.get_num_allocatable_reqs(
+                len(running.reqs), running_batch=running
+            ),
+            pool_tokens=engine.max_total_num_tokens,
+            pool_rows=engine.max_running_requests,
+        )
+
+
+def _max_new_tokens(req: Req) -> int:
+    """Tokens `req` may still generate, as SGLang's admission counts them."""
+    left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return int(min(left, CLIP_MAX_NEW_TOKENS))

@@ -1,0 +1,176 @@
+"""Locks that keep the prefix of a fork in the tree while nobody runs on it.
+
+A running branch locks its own path. A pin covers the gaps: between the end of a
+parent and the arrival of its children, and between siblings that come one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sglang_taper.engine.groups import Branch, Fork, Group
+from sglang_taper.engine.prefix import PrefixTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Pin:
+    """One lock. `is_announced`: a fork on it is known to come, or to go on."""
+
+    __slots__ = ("group", "is_announced", "lock", "num_tokens", "rid", "since_ms")
+
+    def __init__(
+        self,
+        group: Group,
+        rid: str,
+        lock: Any,
+        num_tokens: int,
+        since_ms: float,
+        is_announced: bool,
+    ) -> None:
+        self.group = group
+        self.rid = rid
+        self.lock = lock
+        self.num_tokens = num_tokens
+        self.since_ms = since_ms
+        self.is_announced = is_announced
+
+    @property
+    def idle_since_ms(self) -> float:
+        return max(self.since_ms, self.group.idle_since_ms)
+
+
+# A pin belongs to a place in a program: its group and a state of it, or a fork.
+PinKey = tuple[int, Any]
+
+
+class PinTable:
+    """All pins of this scheduler, oldest first."""
+
+    def __init__(self, prefix: PrefixTree, max_tokens: int) -> None:
+        self._prefix = prefix
+        self._max_tokens = max_tokens if max_tokens and prefix.is_shared else 0
+        self._pins: dict[PinKey, Pin] = {}
+        self.num_dropped = 0
+        self.num_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sum over pins; what two of them share counts twice."""
+        return sum(pin.num_tokens for pin in self._pins.values())
+
+    def pin(
+        self,
+        key: PinKey,
+        group: Group,
+        req: Req,
+        tokens: Any,
+        now_ms: float,
+        is_announced: bool,
+    ) -> None:
+        """Lock what the tree holds of `tokens`; replaces an older pin of `key`.
+
+        Over the limit the oldest idle pins go first; when that is not enough this
+        pin is not taken, and the fork recomputes what is evicted meanwhile.
+        """
+        if not self._max_tokens:
+            return
+        found = self._prefix.match_all(req, tokens)
+        if not found.num_matched:
+            return self.unpin(key)
+        lock = self._prefix.tree.lock(found.node)
+        self.unpin(key)
+        if not self._make_room(found.num_matched):
+            self._prefix.tree.unlock(lock)
+            self.num_dropped += 1
+            return None
+        self._pins[key] = Pin(
+            group, req.rid, lock, found.num_matched, now_ms, is_announced
+        )
+        return None
+
+    def _make_room(self, num_tokens: int) -> bool:
+        while self.num_tokens + num_tokens > self._max_tokens:
+            if not self.drop_oldest_idle():
+                return False
+        return True
+
+    def unpin(self, key: PinKey) -> None:
+        pin = self._pins.pop(key, None)
+        if pin is not None:
+            self._prefix.tree.unlock(pin.lock)
+
+    def drop_oldest_idle(self, only_unannounced: bool = False) -> bool:
+        """Give up one pin of a group without a living branch; False: there is none.
+
+        Those on which no fork is known to come go first.
+        """
+        for announced in (False,) if only_unannounced else (False, True):
+            for key, pin in self._pins.items():
+                if pin.is_announced is announced and pin.group.num_live == 0:
+                    self.unpin(key)
+                    self.num_dropped += 1
+                    return True
+        return False
+
+    def expire(self, now_ms: float, ttl_ms: float) -> None:
+        """Give up the pins of groups that have been idle for longer than the TTL."""
+        for key, pin in list(self._pins.items()):
+            if pin.group.num_live == 0 and now_ms - pin.idle_since_ms > ttl_ms:
+                self.unpin(key)
+                self.num_expired += 1
+
+    def unpin_group(self, group: Group) -> None:
+        for key, _ in list(self.of(group)):
+            self.unpin(key)
+
+    def of(self, group: Group) -> Iterator[tuple[PinKey, Pin]]:
+        return ((key, pin) for key, pin in self._pins.items() if pin.group is group)
+
+    def forget(self) -> None:
+        """The tree was reset: the locks are void."""
+        self._pins.clear()
+
+
+def branch_ended(
+    pins: PinTable, branch: Branch, req: Req, aborted: bool, now_ms: float
+) -> None:
+    """Pin, keep or unpin after a branch has ended and its group knows it.
+
+    A request of a serial stage, or one that only commits a prefix, leaves a pin on
+    all it has computed. A branch of a fork leaves one on its prompt while siblings
+    are still expected; the last one takes the pins of its fork away.
+    """
+    group = branch.group
+    if group is None:
+        return
+    if aborted:
+        if group.num_live == 0:
+            pins.unpin_group(group)
+        return
+    fork = branch.fork
+    if fork is None or branch.is_prefix_only:
+        key: PinKey = (id(group), branch.state_key)
+        tokens = req.origin_input_ids + req.output_ids
+        pins.pin(key, group, req, tokens, now_ms, branch.is_prefix_only)
+    elif fork.is_complete:
+        _unpin_fork(pins, group, fork)
+    elif not any(_covers(pin, fork) for _, pin in pins.of(group)):
+        key = (id(group), fork.key)
+        pins.pin(key, group, req, req.origin_input_ids, now_ms, True)
+
+
+def _unpin_fork(pins: PinTable, group: Group, fork: Fork) -> None:
+    for key, pin in list(pins.of(group)):
+        if key[1] == fork.key or _covers(pin, fork):
+            pins.unpin(key)
+
+
+def _covers(pin: Pin, fork: Fork) -> bool:
+    """Whether `pin` is the one on the parent of `fork`."""
+    return fork.parent is None or pin.rid == fork.parent
