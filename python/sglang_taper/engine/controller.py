@@ -18,7 +18,7 @@ from sglang_taper.engine.clock import StepClock, TaperTick, monotonic_ms
 from sglang_taper.engine.counters import Counters, StepRecord
 from sglang_taper.engine.groups import Branch, GroupTable
 from sglang_taper.engine.observe import every_row_must_run, observe_batch
-from sglang_taper.engine.pins import PinTable, branch_ended
+from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
 from sglang_taper.engine.roster import DecodeRoster
 from sglang_taper.engine.sharing import note_finish, note_prefill
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
@@ -204,13 +204,15 @@ class BranchController:
                 self.end(req)
 
     def _note_first_result(self, branch: Branch, req: Any) -> None:
-        if branch.prefilled:
+        # Chunks of a prefill have results without a token.
+        if branch.prefilled or not (req.output_ids or req.finished()):
             return
         branch.state.last_run_step = self.step
         note_prefill(branch, req.origin_input_ids, req.cached_tokens, self._page_size)
         if branch.group is not None:
             pinned = [pin.num_tokens for _, pin in self.pins.of(branch.group)]
             branch.num_pinned = min(req.cached_tokens, max(pinned, default=0))
+        branch_started(self.pins, branch, req, self.clock.now_ms)
         counters = self.counters
         counters.num_prefix_shared_tokens += branch.num_shared
         counters.num_recomputed_tokens += branch.num_recomputed

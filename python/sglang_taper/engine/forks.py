@@ -258,8 +258,8 @@ class ForkAdmission:
             shared = max(shared, matched)
             # A waiting sibling finds what the first one computes.
             found = max(matched, waiting.get(req, 0))
-            new = length - found + _max_new_tokens(req)
-            needs.append(new + self._engine.page_size)
+            new = length - found + self._expected_tokens(req)
+            needs.append(int(new) + self._engine.page_size)
         return Unit(len(reqs), sum(needs), sum(needs) + shared)
 
     def _room(
@@ -270,8 +270,7 @@ class ForkAdmission:
     ) -> Room:
         engine = self._engine
         first = next(prompts[r] for reqs in members for r in reqs if r in prompts)
-        ratio = engine.new_token_ratio_tracker.current
-        promised = sum(_max_new_tokens(r) * ratio for r in running.reqs)
+        promised = sum(map(self._expected_tokens, running.reqs))
         evictable = self._prefix.num_evictable_beside(first.node)
         free = engine.token_to_kv_pool_allocator.available_size() + evictable
         return Room(
@@ -283,8 +282,9 @@ class ForkAdmission:
             pool_rows=engine.max_running_requests,
         )
 
-
-def _max_new_tokens(req: Req) -> int:
-    """Tokens `req` may still generate, as SGLang's admission counts them."""
-    left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    return int(min(left, CLIP_MAX_NEW_TOKENS))
+    def _expected_tokens(self, req: Req) -> float:
+        """Tokens `req` may still generate, as SGLang counts a running request."""
+        left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+        certain = req.sampling_params.ignore_eos
+        ratio = 1.0 if certain else self._engine.new_token_ratio_tracker.current
+        return float(min(left, CLIP_MAX_NEW_TOKENS) * ratio)

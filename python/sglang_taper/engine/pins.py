@@ -1,7 +1,8 @@
 """Locks that keep the prefix of a fork in the tree while nobody runs on it.
 
 A running branch locks its own path. A pin covers the gaps: between the end of a
-parent and the arrival of its children, and between siblings that come one by one.
+parent and the arrival of its children, between siblings that come one by one, and
+while branches that were retracted wait.
 """
 
 from __future__ import annotations
@@ -137,40 +138,50 @@ class PinTable:
         self._pins.clear()
 
 
+def branch_started(pins: PinTable, branch: Branch, req: Req, now_ms: float) -> None:
+    """Keep what siblings share from the first result of the first of them on, so that
+    it outlives this branch, or its retraction, while others run or come."""
+    group, fork = branch.group, branch.fork
+    if group is None or fork is None:
+        return
+    if any(_is_of(pinned, fork) for pinned in pins.of(group)):
+        return
+    shared = req.origin_input_ids[: req.cached_tokens or None]
+    pins.pin((id(group), fork.key), group, req, shared, now_ms, True)
+
+
 def branch_ended(
     pins: PinTable, branch: Branch, req: Req, aborted: bool, now_ms: float
 ) -> None:
     """Pin, keep or unpin after a branch has ended and its group knows it.
 
     A request of a serial stage, or one that only commits a prefix, leaves a pin on
-    all it has computed. A branch of a fork leaves one on its prompt while siblings
-    are still expected; the last one takes the pins of its fork away.
+    all it has computed. The last branch of a fork takes the pins of its fork away.
     """
-    group = branch.group
+    group, fork = branch.group, branch.fork
     if group is None:
         return
     if aborted:
         if group.num_live == 0:
             pins.unpin_group(group)
-        return
-    fork = branch.fork
-    if fork is None or branch.is_prefix_only:
+    elif fork is None:
         key: PinKey = (id(group), branch.state_key)
         tokens = req.origin_input_ids + req.output_ids
         pins.pin(key, group, req, tokens, now_ms, branch.is_prefix_only)
     elif fork.is_complete:
         _unpin_fork(pins, group, fork)
-    elif not any(_covers(pin, fork) for _, pin in pins.of(group)):
-        key = (id(group), fork.key)
-        pins.pin(key, group, req, req.origin_input_ids, now_ms, True)
 
 
 def _unpin_fork(pins: PinTable, group: Group, fork: Fork) -> None:
-    for key, pin in list(pins.of(group)):
-        if key[1] == fork.key or _covers(pin, fork):
-            pins.unpin(key)
+    for pinned in list(pins.of(group)):
+        if _is_of(pinned, fork):
+            pins.unpin(pinned[0])
 
 
-def _covers(pin: Pin, fork: Fork) -> bool:
-    """Whether `pin` is the one on the parent of `fork`."""
-    return fork.parent is None or pin.rid == fork.parent
+def _is_of(pinned: tuple[PinKey, Pin], fork: Fork) -> bool:
+    """Whether it is the pin of `fork`, or the one on its parent.
+
+    A client that names no parent has one line of forks: all pins of its group.
+    """
+    key, pin = pinned
+    return key[1] == fork.key or fork.parent in (None, pin.rid)

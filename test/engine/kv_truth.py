@@ -1,0 +1,81 @@
+"""A forward that can be checked: each KV slot holds a hash of all tokens up to it.
+
+The hash of a position is computed from the slot that the row's table names for the
+position before, as attention would read it, and the next token is sampled from it. So
+a slot that was shared, copied, published, freed or written wrongly gives a wrong hash
+there and in all that is computed from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+# Hashes are float32 in the pool, exact below 2 ** 24.
+MODULUS = 8_388_593
+FACTOR = 4099
+VOCAB_SIZE = 16
+STOP_TOKEN = 15
+
+
+def next_hash(previous: int, token: int) -> int:
+    return (previous * FACTOR + token + 1) % MODULUS
+
+
+def sample(hashed: int, seed: int | None) -> int:
+    """The token after a prefix: the same for equal prefixes and seeds."""
+    return next_hash(hashed, 7919 * (seed or 0)) // 5 % VOCAB_SIZE
+
+
+def hashes_of(tokens: Any, known: list[int]) -> list[int]:
+    """Append to `known`, the hashes of the first of `tokens`, those of the others."""
+    hashed = known[-1] if known else 0
+    for token in tokens[len(known) :]:
+        hashed = next_hash(hashed, token)
+        known.append(hashed)
+    return known
+
+
+class TruthWorker:
+    """SGLang's model worker, as far as its scheduler looks at it."""
+
+    def __init__(self, rows: Any, kv: Any) -> None:
+        self.model_runner = self
+        self.attn_backend = self.canary_manager = None
+        self.prefill_aware_swa = False
+        self._table = rows.req_to_token
+        self.kv = kv.get_key_buffer(0).view(-1)
+
+    def get_decode_cuda_graph_bs(self) -> list[int]:
+        return []
+
+    def forward_batch_generation(
+        self, batch: Any, **kwargs: Any
+    ) -> GenerationBatchResult:
+        """Write the KV of `batch` and sample; fails on a slot that is not the row's."""
+        lengths = batch.seq_lens.tolist()
+        starts = [length - 1 for length in lengths]
+        if batch.forward_mode.is_extend():
+            starts = batch.prefix_lens
+        sampled, offset = [], 0
+        for index, (start, end) in enumerate(zip(starts, lengths, strict=True)):
+            part = slice(offset, offset + end - start)
+            offset = part.stop
+            slots = self._table[batch.req_pool_indices[index], :end].long()
+            assert torch.equal(slots[start:], batch.out_cache_loc[part])
+            hashed = self._write(slots, start, batch.input_ids[part].tolist())
+            seed = batch.reqs[index].sampling_params.sampling_seed
+            sampled.append(sample(hashed, seed))
+        assert offset == len(batch.input_ids) == len(batch.out_cache_loc)
+        return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
+
+    def _write(self, slots: torch.Tensor, start: int, tokens: list[int]) -> int:
+        hashed = int(self.kv[slots[start - 1]]) if start else 0
+        written = []
+        for token in tokens:
+            hashed = next_hash(hashed, token)
+            written.append(hashed)
+        self.kv[slots[start:]] = torch.tensor(written, dtype=self.kv.dtype)
+        return hashed
