@@ -208,6 +208,8 @@ class ForkAdmission:
             first = work.begun_by(prompt)
             if first is not None and self._waits(req, prompt, work):
                 waiting[req] = common_prefix(prompt.tokens, first.tokens)
+                # What it waits for is to be published when it is matched again.
+                req.taper.is_probed = False
             elif prompt.num_missing > 0 and not req.skip_radix_cache_insert:
                 work.begin(prompt)
         return waiting

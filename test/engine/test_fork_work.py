@@ -1,0 +1,113 @@
+"""What a fork computes, on SGLang's own scheduler without a model (fork_engine.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fork_engine import ForkEngine
+from fork_parts import Shape, engine_settings
+
+from sglang_taper.protocol import BranchMeta
+
+PROMPT = [i % 11 for i in range(160)]
+FORK = {"group": "g", "depth": 1, "width": 4}
+
+
+@pytest.fixture(params=[1, 16], ids=["page-1", "page-16"])
+def page_size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "overlap"])
+def engine(request: pytest.FixtureRequest, page_size: int) -> Iterator[ForkEngine]:
+    shape = Shape("rust", page_size, request.param)
+    with engine_settings(shape):
+        yield ForkEngine(shape)
+
+
+def send(engine: ForkEngine, rid: str, tokens: list[int], **meta: Any) -> Any:
+    return engine.send(rid, tokens, 12, BranchMeta(**meta).to_wire())
+
+
+def drain(engine: ForkEngine) -> None:
+    while engine.step():
+        pass
+
+
+def prefilled(reqs: list[Any]) -> int:
+    return sum(req.taper.num_prefilled for req in reqs)
+
+
+def test_siblings_that_come_together_compute_their_prompt_once(
+    engine: ForkEngine,
+) -> None:
+    """In four chunks; at the end of a page nothing is left to copy."""
+    prompt = PROMPT[:145]
+    reqs = [send(engine, f"r{i}", prompt, branch=i, **FORK) for i in range(4)]
+    drain(engine)
+    assert prefilled(reqs) == len(prompt)
+    assert [req.taper.is_aliased for req in reqs] == [False, True, True, True]
+
+
+def test_siblings_that_end_inside_a_page_copy_it(
+    engine: ForkEngine, page_size: int
+) -> None:
+    prompt = [2, *PROMPT[:40]]
+    reqs = [send(engine, f"r{i}", prompt, branch=i, **FORK) for i in range(4)]
+    drain(engine)
+    assert len(reqs[0].output_ids) > 2, "nobody runs on the page any more"
+    assert prefilled(reqs) == len(prompt)
+    num_copied = (len(prompt) - 1) % page_size
+    assert [req.taper.num_copied for req in reqs] == [0, *[num_copied] * 3]
+
+
+def test_siblings_with_text_of_their_own_compute_that_only(
+    engine: ForkEngine, page_size: int
+) -> None:
+    prompt = PROMPT[:144]
+    reqs = [
+        send(engine, f"r{i}", [*prompt, i, i, i], branch=i, **FORK) for i in range(4)
+    ]
+    drain(engine)
+    assert prefilled(reqs) == len(prompt) + 4 * 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_prompts_that_begin_alike_are_computed_once_in_any_order(
+    engine: ForkEngine, page_size: int, order: tuple[int, ...]
+) -> None:
+    prompts = [PROMPT[:33], PROMPT[:97], PROMPT[:145]]
+    reqs = [
+        send(engine, f"r{i}", prompts[i], group="g", depth=1, width=3, branch=i)
+        for i in order
+    ]
+    drain(engine)
+    assert prefilled(reqs) - len(prompts[-1]) <= 2 * (page_size - 1)
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_child_of_a_decoding_parent_computes_nothing(
+    engine: ForkEngine, page_size: int, steps: int
+) -> None:
+    parent = send(engine, "parent", PROMPT[:20], group="g")
+    while len(parent.output_ids) < steps:
+        engine.step()
+    known = [*parent.origin_input_ids, *parent.output_ids[:steps]]
+    child = send(engine, "child", known, **{**FORK, "width": 1}, parent="parent")
+    drain(engine)
+    assert child.taper.is_aliased or page_size > 1
+    assert child.taper.num_prefilled < page_size + 1
+    if page_size == 1:
+        assert child.taper.num_prefilled == 0
+
+
+def test_a_stranger_does_not_wait_for_a_fork(engine: ForkEngine) -> None:
+    fork = [send(engine, f"r{i}", PROMPT[:60], branch=i, **FORK) for i in range(4)]
+    plain = send(engine, "plain", PROMPT[:60])
+    drain(engine)
+    assert plain.taper.num_prefilled == 0
+    assert plain.finished()
+    assert all(req.finished() for req in fork)
+    assert engine.taper.counters.num_siblings_held > 0
