@@ -21,6 +21,11 @@ META_KEYS = {
     "steps_deferred",
     "prefix_tokens_shared",
     "tokens_recomputed",
+    "tokens_prefilled",
+    "tokens_copied",
+    "prefix_tokens_pinned",
+    "prefix_tokens_evicted",
+    "row_aliased",
     "deadline_misses",
     "tpot_ms",
 }
@@ -45,9 +50,10 @@ def test_samples_of_one_prompt_are_branches_of_one_group(taper_server: Server) -
     assert len({meta["group"] for meta in metas}) == 1
     assert all(set(meta) == META_KEYS for meta in metas)
     assert all(meta["steps_deferred"] > 0 for meta in metas)
-    # The prompt was prefilled once; each sample computed its last token again.
+    # The prompt was prefilled once; each sample started from its KV as a decode row.
     assert all(meta["prefix_tokens_shared"] > 20 for meta in metas)
-    assert all(meta["tokens_recomputed"] == 1 for meta in metas)
+    assert all(meta["tokens_prefilled"] == 0 for meta in metas)
+    assert all(meta["row_aliased"] for meta in metas)
     assert len({answer["text"] for answer in answers}) == 1
 
 

@@ -68,8 +68,10 @@ class BranchController:
     ) -> Branch:
         """The branch of a new request, to be kept as `req.taper`."""
         self._is_settled = False
-        self.counters.num_branches += meta.group is not None
-        return self.groups.attach(rid, meta, self.params, arrival_ms, max_new_tokens)
+        branch = self.groups.attach(rid, meta, self.params, arrival_ms, max_new_tokens)
+        is_counted = branch.group is not None and not branch.is_prefix_only
+        self.counters.num_branches += is_counted
+        return branch
 
     def end(self, req: Any) -> None:
         """`req` is finished, or was aborted before it ran. Idempotent."""
