@@ -103,8 +103,8 @@ def test_case_68_unequal_choices_end_once_each_and_are_summed(
     ends = Counter(c["index"] for c in choices if c["finish_reason"])
     assert ends == dict.fromkeys(range(NUM_CHOICES), 1)
     sent = [c["logprobs"]["content"] for c in choices if c.get("logprobs")]
-    # A token that stops a choice is counted and not streamed by SGLang, and so are those
-    # of an unfinished character before it.
+    # SGLang counts and does not stream a token that stops a choice, nor those of an
+    # unfinished character before it.
     stopped = sum(choice["finish_reason"] == "stop" for choice in choices)
     counted, streamed = chunks[-1]["usage"]["completion_tokens"], sum(map(len, sent))
     assert streamed + stopped <= counted <= streamed + 4 * stopped
