@@ -119,7 +119,7 @@ def test_outputs_are_equal_under_forced_retraction_without_overlap(
 def tiny_pool() -> Any:
     """Not enough KV for everybody at once: some requests have to wait."""
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    pool = ("--max-total-tokens", "420", "--max-running-requests", "16")
+    pool = ("--max-total-tokens", "300", "--max-running-requests", "16")
     with running_server(*EXACT, "--sleep-on-idle", env=env, pool=pool) as server:
         yield server
 

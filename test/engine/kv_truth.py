@@ -16,8 +16,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 # Hashes are float32 in the pool, exact below 2 ** 24.
 MODULUS = 8_388_593
 FACTOR = 4099
-VOCAB_SIZE = 16
-STOP_TOKEN = 15
+VOCAB_SIZE = 32
+STOP_TOKEN = 31
 
 
 def next_hash(previous: int, token: int) -> int:
