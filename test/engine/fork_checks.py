@@ -40,8 +40,7 @@ class Checker:
         self._num_sampled[req] = len(output)
 
     def _hashes_of(self, req: Any) -> list[int]:
-        tokens = req.origin_input_ids + req.output_ids
-        return hashes_of(tokens, self._hashes.setdefault(req, []))
+        return hashes_of(req, self._hashes.setdefault(req, []))
 
     def _check_kv(self, req: Any) -> None:
         """Every slot of the row holds what was computed from the row's own tokens."""
@@ -98,9 +97,11 @@ class Checker:
         assert not per_group
         assert table.num_live_groups == len({r.taper.group for r in live} - {None})
         known = list(table.groups.values())
-        for pin in engine.taper.pins._pins.values():
+        for (_, place), pin in engine.taper.pins._pins.items():
             is_due = engine.now_ms - pin.idle_since_ms > table.ttl_ms
             assert pin.group in known or is_due
+            if place[0] == "fork":
+                assert place in pin.group.forks, "its last branch has ended"
 
     def check_idle(self) -> None:
         """Nothing is left of the requests but what the tree keeps, and the pins."""

@@ -161,6 +161,7 @@ class ForkEngine(TaperScheduler):
         max_new_tokens: int,
         meta: dict[str, Any],
         seed: int | None = None,
+        salt: str | None = None,
     ) -> Any:
         """A request as it comes from the tokenizer process; the `Req` made of it."""
         params = SamplingParams(
@@ -184,6 +185,7 @@ class ForkEngine(TaperScheduler):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=False,
+                cache_salt=salt,
                 time_stats=SimpleNamespace(created_time=self.now_ms / 1000),
             )
         )

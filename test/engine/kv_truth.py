@@ -29,10 +29,15 @@ def sample(hashed: int, seed: int | None) -> int:
     return next_hash(hashed, 7919 * (seed or 0)) // 5 % VOCAB_SIZE
 
 
-def hashes_of(tokens: Any, known: list[int]) -> list[int]:
-    """Append to `known`, the hashes of the first of `tokens`, those of the others."""
-    hashed = known[-1] if known else 0
-    for token in tokens[len(known) :]:
+def first_hash(req: Any) -> int:
+    """The hash before any token: another one in each namespace of the tree."""
+    return len(req.cache_salt or "")
+
+
+def hashes_of(req: Any, known: list[int]) -> list[int]:
+    """Append to `known`, the hashes of the first tokens of `req`, those of the rest."""
+    hashed = known[-1] if known else first_hash(req)
+    for token in (req.origin_input_ids + req.output_ids)[len(known) :]:
         hashed = next_hash(hashed, token)
         known.append(hashed)
     return known
@@ -65,17 +70,17 @@ class TruthWorker:
             offset = part.stop
             slots = self._table[batch.req_pool_indices[index], :end].long()
             assert torch.equal(slots[start:], batch.out_cache_loc[part])
-            hashed = self._write(slots, start, batch.input_ids[part].tolist())
-            seed = batch.reqs[index].sampling_params.sampling_seed
-            sampled.append(sample(hashed, seed))
+            req = batch.reqs[index]
+            before = int(self.kv[slots[start - 1]]) if start else first_hash(req)
+            hashed = self._write(slots[start:], before, batch.input_ids[part].tolist())
+            sampled.append(sample(hashed, req.sampling_params.sampling_seed))
         assert offset == len(batch.input_ids) == len(batch.out_cache_loc)
         return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
 
-    def _write(self, slots: torch.Tensor, start: int, tokens: list[int]) -> int:
-        hashed = int(self.kv[slots[start - 1]]) if start else 0
+    def _write(self, slots: torch.Tensor, hashed: int, tokens: list[int]) -> int:
         written = []
         for token in tokens:
             hashed = next_hash(hashed, token)
             written.append(hashed)
-        self.kv[slots[start:]] = torch.tensor(written, dtype=self.kv.dtype)
+        self.kv[slots] = torch.tensor(written, dtype=self.kv.dtype)
         return hashed

@@ -34,7 +34,12 @@ _BASE = [Random(7).randrange(11) for _ in range(96)]
 PROMPTS = (_BASE[:5], _BASE[:21], _BASE[:48], _BASE[:96], [1, *_BASE[:40]])
 
 picks = st.integers(0, 40)
-texts = st.lists(st.integers(0, 10), max_size=20)
+prompts = st.builds(
+    list.__add__,
+    st.sampled_from(PROMPTS),
+    st.lists(st.integers(0, 10), max_size=20),
+)
+salts = st.sampled_from((None, None, "s"))
 short = st.lists(st.integers(0, 10), max_size=3)
 lengths = st.integers(1, 40)
 pauses = st.integers(0, 4)
@@ -49,7 +54,7 @@ class ForkMachine(RuleBasedStateMachine):
         self.engine = ForkEngine(shape)
         self.checker = Checker(self.engine)
         self.reqs: list[Any] = []
-        self.unsent: list[tuple[list[int], BranchMeta, int, int | None]] = []
+        self.unsent: list[tuple[Any, ...]] = []
         self.num_groups = self.num_sent = self.num_forks = 0
 
     # -- what is sent
@@ -63,7 +68,12 @@ class ForkMachine(RuleBasedStateMachine):
         return [req for req in self.reqs if req.taper.group is not None]
 
     def send(
-        self, tokens: list[int], meta: BranchMeta, max_new: int, seed: int | None
+        self,
+        tokens: list[int],
+        meta: BranchMeta,
+        max_new: int,
+        seed: int | None = None,
+        salt: str | None = None,
     ) -> Any:
         self.num_sent += 1
         rid = f"r{self.num_sent}"
@@ -72,20 +82,26 @@ class ForkMachine(RuleBasedStateMachine):
         return req
 
     @precondition(lambda self: self.has_room)
-    @rule(prompt=picks, suffix=texts, max_new=lengths, seed=seeds, pause=pauses)
+    @rule(prompt=prompts, max_new=lengths, seed=seeds, salt=salts, pause=pauses)
     def open_request(
-        self, prompt: int, suffix: list[int], max_new: int, seed: int | None, pause: int
+        self,
+        prompt: list[int],
+        max_new: int,
+        seed: int | None,
+        salt: str | None,
+        pause: int,
     ) -> None:
         self.num_groups += 1
         meta = BranchMeta(group=f"g{self.num_groups}")
-        self.send(PROMPTS[prompt % len(PROMPTS)] + suffix, meta, max_new, seed)
+        self.send(prompt, meta, max_new, seed, salt)
         self.run(pause)
 
     @precondition(lambda self: self.has_room)
-    @rule(prompt=picks, suffix=texts, max_new=lengths)
-    def send_plain_request(self, prompt: int, suffix: list[int], max_new: int) -> None:
-        tokens = PROMPTS[prompt % len(PROMPTS)] + suffix
-        self.send(tokens, BranchMeta(), max_new, None)
+    @rule(prompt=prompts, max_new=lengths, salt=salts)
+    def send_plain_request(
+        self, prompt: list[int], max_new: int, salt: str | None
+    ) -> None:
+        self.send(prompt, BranchMeta(), max_new, None, salt)
 
     def children(self, parent: Any, width: int, is_named: bool) -> list[BranchMeta]:
         self.num_forks += 1
@@ -106,14 +122,15 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(
         parent=picks,
         is_decoding=st.booleans(),
-        width=st.integers(1, 6),
-        at_once=st.integers(0, 6),
+        width=st.sampled_from((1, 2, 3, 4, 6, 16)),
+        at_once=st.integers(0, 16),
         cut=st.sampled_from((0, 0, 1, 5)),
         suffix=short,
         own=st.booleans(),
         max_new=lengths,
         seed=seeds,
         is_named=st.booleans(),
+        is_elsewhere=st.integers(0, 9).map(lambda number: number == 9),
         pause=pauses,
     )
     def fork(
@@ -129,7 +146,8 @@ class ForkMachine(RuleBasedStateMachine):
         for meta in self.children(req, width, what["is_named"]):
             tokens = [*text, meta.branch] if what["own"] else text
             seed = what["seed"] and what["seed"] + meta.branch
-            self.unsent.append((tokens, meta, what["max_new"], seed))
+            salt = "s" if what["is_elsewhere"] else req.cache_salt
+            self.unsent.append((tokens, meta, what["max_new"], seed, salt))
         for _ in range(min(at_once, width)):
             self.send(*self.unsent.pop(-1))
         self.run(what["pause"])
@@ -142,11 +160,9 @@ class ForkMachine(RuleBasedStateMachine):
         self.run(pause)
 
     @precondition(lambda self: self.has_room)
-    @rule(
-        prompt=picks, suffix=texts, width=st.integers(2, 5), max_new=lengths, seed=seeds
-    )
+    @rule(prompt=prompts, width=st.integers(2, 5), max_new=lengths, seed=seeds)
     def sample_several(
-        self, prompt: int, suffix: list[int], width: int, max_new: int, seed: int | None
+        self, prompt: list[int], width: int, max_new: int, seed: int | None
     ) -> None:
         """n>1: SGLang commits the prompt with a request for no token first."""
         self.num_groups += 1
@@ -154,15 +170,14 @@ class ForkMachine(RuleBasedStateMachine):
             BranchMeta(group=f"g{self.num_groups}", branch=i, width=width)
             for i in range(width)
         ]
-        tokens = PROMPTS[prompt % len(PROMPTS)] + suffix
-        first = self.send(tokens, metas[0], 0, None)
+        first = self.send(prompt, metas[0], 0)
         for _ in range(200):
             if first.finished():
                 break
             self.engine.step()
         assert first.finished()
         for meta in metas:
-            self.send(tokens, meta, max_new, seed and seed + meta.branch)
+            self.send(prompt, meta, max_new, seed and seed + meta.branch)
 
     @precondition(lambda self: self.grouped and self.has_room)
     @rule(parent=picks, suffix=short, max_new=lengths)
@@ -173,7 +188,8 @@ class ForkMachine(RuleBasedStateMachine):
         for child in self.grouped:
             if child.taper.meta.parent == req.rid and child.finished():
                 tokens += child.output_ids
-        self.send(tokens + suffix, req.taper.meta, max_new, None)
+        meta, salt = req.taper.meta, req.cache_salt
+        self.send(tokens + suffix, meta, max_new, None, salt)
 
     # -- what happens meanwhile
 
@@ -205,11 +221,10 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(which=picks, is_subtree=st.booleans())
     def abort_group(self, which: int, is_subtree: bool) -> None:
         req = self.grouped[-1 - which % len(self.grouped)]
-        self.engine._abort_group(
-            req.taper.meta.group,
-            self.engine.now_ms,
-            req.rid if is_subtree else None,
-        )
+        root = req.rid if is_subtree else None
+        self.engine._abort_group(req.taper.meta.group, self.engine.now_ms, root)
+        if not is_subtree:
+            assert not list(self.engine.taper.pins.of(req.taper.group))
 
     @rule(seconds=st.sampled_from((0.1, 1.0, 2 * TTL_S)))
     def pass_time(self, seconds: float) -> None:
