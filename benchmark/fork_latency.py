@@ -28,6 +28,7 @@ import functools
 import itertools
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -205,17 +206,14 @@ async def measure(
             )
             for name, url in urls.items()
         }
-        for http, situation in itertools.product(clients.values(), SITUATIONS):
-            # First requests are slower.
-            await measure_once(http, Cell(situation, 2, 32), numbers)
+        for http, kind in itertools.product(clients.values(), SITUATIONS):
+            await measure_once(http, Cell(kind, 2, 32), numbers)  # the first is slower
         for cell in cells:
             for repeat in range(repeats):
                 for name in list(urls)[:: -1 if repeat % 2 else 1]:
-                    latency, prefilled = await measure_once(
-                        clients[name], cell, numbers
-                    )
-                    results[cell][name].latency_ms.append(latency)
-                    results[cell][name].prefilled_tokens.append(prefilled)
+                    found = await measure_once(clients[name], cell, numbers)
+                    results[cell][name].latency_ms.append(found[0])
+                    results[cell][name].prefilled_tokens.append(found[1])
             note("  ".join(row_of(cell, results[cell])))
     return results
 
@@ -280,6 +278,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    # Whoever ends this ends its servers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     grid = itertools.product(args.situations, args.fan_outs, args.prefixes)
     cells = [Cell(*values) for values in grid]
 

@@ -195,3 +195,34 @@ def test_pins_never_keep_waiting_requests_out_for_ever(client: Client) -> None:
     large = client.run([7] * min(size, 380), max_new=1)
     assert large.finished()
     assert len(large.output_ids) == 1
+
+
+def test_a_waiting_branch_does_not_wait_for_the_pin_of_its_own_group(
+    client: Client,
+) -> None:
+    client.run([i % 7 for i in range(200)], group="g")
+    assert client.num_pins == 1
+    other_text = client.run([(i + 3) % 11 for i in range(330)], group="g", stage=1)
+    assert len(other_text.output_ids) == 2
+
+
+def test_a_running_row_is_not_aborted_for_a_pin_of_its_own_group(
+    client: Client,
+) -> None:
+    client.run([*PROMPT, *OTHER], max_new=0, group="g")
+    row = client.run([5] * 20, max_new=375, group="g", depth=1, width=2)
+    reason = row.finished_reason.to_json()
+    assert reason["type"] != "abort", reason
+
+
+def test_a_context_beyond_the_limit_takes_no_other_pin_away(client: Client) -> None:
+    client.run(PROMPT, max_new=0, group="g")
+    client.run([i % 7 for i in range(300)], group="large")
+    assert client.num_pins == 1
+    assert client.protected == len(PROMPT)
+
+
+def test_an_abort_of_a_subtree_takes_the_pins_it_left(client: Client) -> None:
+    parent = client.run(PROMPT, max_new=0, group="g", depth=1, width=2)
+    client.engine._abort_group("g", client.engine.now_ms, parent.rid)
+    assert client.num_pins == 0

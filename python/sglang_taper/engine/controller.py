@@ -95,7 +95,11 @@ class BranchController:
         """
         if parent is not None:
             group = self.groups.groups.get(name)
-            return subtree(parent, group.parents if group else {})
+            if group is None:
+                return {parent}
+            members = subtree(parent, group.parents)
+            self.pins.unpin_requests(group, members)
+            return members
         if (group := self.groups.abort(name, now_ms)) is not None:
             self.pins.unpin_group(group)
         return None

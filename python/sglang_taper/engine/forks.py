@@ -96,7 +96,7 @@ class ForkAdmission:
         progresses = plan.batch_to_run or self._aliased or engine.chunked_req
         if progresses or not plan.running_batch.is_empty() or not engine.waiting_queue:
             return False
-        return self._pins.drop_oldest_idle()
+        return self._pins.drop_oldest()
 
     def make_room_to_decode(self, running: ScheduleBatch) -> None:
         """Give up idle pins before SGLang retracts rows for want of KV slots.
@@ -111,7 +111,7 @@ class ForkAdmission:
                 return
         owned = [r.kv.kv_allocated_len - r.kv.cache_protected_len for r in running.reqs]
         if sum(owned) - max(owned) < self._engine.page_size:
-            while not running.check_decode_mem() and self._pins.drop_oldest_idle():
+            while not running.check_decode_mem() and self._pins.drop_oldest():
                 pass
 
     def start(self, running: ScheduleBatch) -> ScheduleBatch:
@@ -141,6 +141,9 @@ class ForkAdmission:
             return False
         donor = None
         if missing:
+            # A donor could be preempted for a request admitted later in this pass.
+            if self._engine.enable_priority_preemption:
+                return False
             donor = find_donor(req, self._running, self._engine.page_size)
             if donor is None:
                 return False
@@ -164,7 +167,10 @@ class ForkAdmission:
         prompts = self._match_all(running)
         waiting = self._waiting_for_siblings(prompts)
         self._counters.num_siblings_held += len(waiting)
-        queue = self._whole_forks(prompts, waiting, running)
+        queue = engine.waiting_queue
+        if not engine.enable_priority_preemption:
+            # With preemption SGLang makes room for whoever has the priority.
+            queue = self._whole_forks(prompts, waiting, running)
         return [req for req in queue if req not in waiting]
 
     def _match_all(self, running: ScheduleBatch) -> dict[Req, Prompt]:

@@ -7,7 +7,7 @@ while branches that were retracted wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_taper.engine.groups import Branch, Fork, Group
@@ -96,6 +96,8 @@ class PinTable:
         return None
 
     def _make_room(self, num_tokens: int) -> bool:
+        if num_tokens > self._max_tokens:
+            return False
         while self.num_tokens + num_tokens > self._max_tokens:
             if not self.drop_oldest_idle():
                 return False
@@ -111,9 +113,21 @@ class PinTable:
 
         Those on which no fork is known to come go first.
         """
-        for announced in (False,) if only_unannounced else (False, True):
+        return self._drop_oldest((False,) if only_unannounced else (False, True), True)
+
+    def drop_oldest(self) -> bool:
+        """Give up one pin, of a living group only when no idle one is left.
+
+        For when nothing can make progress otherwise: a branch that waits counts as
+        living, and must not wait for the pin of its own group.
+        """
+        return self.drop_oldest_idle() or self._drop_oldest((False, True), False)
+
+    def _drop_oldest(self, announced: Sequence[bool], only_idle: bool) -> bool:
+        for kind in announced:
             for key, pin in self._pins.items():
-                if pin.is_announced is announced and pin.group.num_live == 0:
+                is_idle = pin.group.num_live == 0
+                if pin.is_announced is kind and (is_idle or not only_idle):
                     self.unpin(key)
                     self.num_dropped += 1
                     return True
@@ -125,6 +139,12 @@ class PinTable:
             if pin.group.num_live == 0 and now_ms - pin.idle_since_ms > ttl_ms:
                 self.unpin(key)
                 self.num_expired += 1
+
+    def unpin_requests(self, group: Group, rids: set[str]) -> None:
+        """Give up the pins that these requests of `group` have left."""
+        for key, pin in list(self.of(group)):
+            if pin.rid in rids:
+                self.unpin(key)
 
     def unpin_group(self, group: Group) -> None:
         for key, _ in list(self.of(group)):
@@ -142,7 +162,7 @@ def branch_started(pins: PinTable, branch: Branch, req: Req, now_ms: float) -> N
     """Keep what siblings share from the first result of the first of them on, so that
     it outlives this branch, or its retraction, while others run or come."""
     group, fork = branch.group, branch.fork
-    if group is None or fork is None:
+    if group is None or fork is None or branch.ended:
         return
     if any(_is_of(pinned, fork) for pinned in pins.of(group)):
         return
@@ -161,9 +181,10 @@ def branch_ended(
     group, fork = branch.group, branch.fork
     if group is None:
         return
-    if aborted:
-        if group.num_live == 0:
-            pins.unpin_group(group)
+    if aborted and group.num_live == 0:
+        pins.unpin_group(group)
+    elif aborted and fork is None:
+        return
     elif fork is None:
         key: PinKey = (id(group), branch.state_key)
         tokens = req.origin_input_ids + req.output_ids
