@@ -9,6 +9,7 @@ import pytest
 from fork_engine import ForkEngine
 from fork_parts import Shape, engine_settings
 
+from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.protocol import BranchMeta
 
 PROMPT = [i % 11 for i in range(160)]
@@ -111,3 +112,14 @@ def test_a_stranger_does_not_wait_for_a_fork(engine: ForkEngine) -> None:
     assert plain.finished()
     assert all(req.finished() for req in fork)
     assert engine.taper.counters.num_siblings_held > 0
+
+
+def test_requests_of_an_embedding_model_are_left_alone(engine: ForkEngine) -> None:
+    """SGLang makes them without our extension point, so they carry nothing of ours."""
+    engine.is_generation = False
+    admission = ForkAdmission(engine, engine.taper.pins, engine.taper.counters)
+    queue: list[Any] = [object(), object()]
+    engine.waiting_queue = queue
+    with admission.prefill_pass(engine.running_batch):
+        assert engine.waiting_queue is queue
+    assert engine.waiting_queue is queue

@@ -39,6 +39,8 @@ class ForkAdmission:
     def __init__(self, engine: Scheduler, pins: PinTable, counters: Counters) -> None:
         self._engine = engine
         self._prefix = PrefixTree(engine.tree_cache)
+        # An embedding model's requests are nobody's branches.
+        self._is_on = engine.is_generation and self._prefix.is_shared
         self._pins = pins
         self._counters = counters
         self._running: list[Req] = []
@@ -77,7 +79,7 @@ class ForkAdmission:
         return not is_full or engine.enable_priority_preemption
 
     def _has_forks(self, queue: list[Req]) -> bool:
-        return self._prefix.is_shared and any(req.taper.group for req in queue)
+        return self._is_on and any(req.taper.group for req in queue)
 
     def _requeue(self, before: list[Req], hidden: set[Req]) -> None:
         taken = set(self._aliased)
