@@ -18,8 +18,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_taper.engine.prefix import num_computed
-from sglang_taper.engine.sharing import common_prefix
+from sglang_taper.engine.prefix import namespace_of, num_common, num_computed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -65,15 +64,13 @@ def _wants_input_logprobs(req: Req) -> bool:
 def find_donor(req: Req, running: Sequence[Req], page_size: int) -> Req | None:
     """A running branch of the group that has computed all of `req` but its last
     token, where the tree's match ends in the page before that token."""
-    tokens = req.origin_input_ids
-    missing = len(tokens) - 1 - req.prefix_len
-    if not 0 < missing < page_size:
+    wanted = len(req.origin_input_ids) - 1
+    if not 0 < wanted - req.prefix_len < page_size:
         return None
     for other in running:
-        if not _is_sibling(req, other) or num_computed(other) < len(tokens) - 1:
+        if not _is_sibling(req, other) or num_computed(other) < wanted:
             continue
-        known = other.origin_input_ids + other.output_ids
-        if common_prefix(tokens, known) >= len(tokens) - 1:
+        if num_common(req.origin_input_ids, other) >= wanted:
             return other
     return None
 
@@ -83,9 +80,7 @@ def _is_sibling(req: Req, other: Req) -> bool:
         other.taper.group is req.taper.group
         and other.kv.holds_kv
         and not other.finished()
-        and other.extra_key == req.extra_key
-        and other.cache_salt == req.cache_salt
-        and other.lora_id == req.lora_id
+        and namespace_of(other) == namespace_of(req)
     )
 
 

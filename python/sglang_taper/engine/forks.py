@@ -202,8 +202,8 @@ class ForkAdmission:
         if not may_share_more(prompt, member):
             return False
         page = self._engine.page_size
-        common = num_common(prompt, member) // page * page
-        return common > prompt.num_matched
+        common = min(num_common(prompt.tokens, member), prompt.limit)
+        return common // page * page > prompt.num_matched
 
     def _waiting_for_siblings(self, prompts: dict[Req, Prompt]) -> dict[Req, int]:
         """Branches that wait, each with the tokens it will share by it."""

@@ -75,7 +75,11 @@ class Group:
 
     def fork_of(self, meta: BranchMeta) -> Fork:
         """The fork that made this branch; opened by its first sibling to come."""
-        return self.forks.setdefault(fork_key(meta), Fork(meta))
+        fork = self.forks.get(fork_key(meta))
+        if fork is None:
+            fork = Fork(meta)
+            self.forks[fork.key] = fork
+        return fork
 
     def close(self, fork: Fork | None) -> None:
         """Forget `fork` if it is complete."""

@@ -7,11 +7,11 @@ while branches that were retracted wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_taper.engine.groups import Branch, Fork, Group
-from sglang_taper.engine.prefix import PrefixTree
+from sglang_taper.engine.prefix import PrefixTree, tokens_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,7 +44,7 @@ class Pin:
 
 
 # A pin belongs to a place in a program: its group and a state of it, or a fork.
-PinKey = tuple[int, Any]
+PinKey = tuple[Group, Any]
 
 
 class PinTable:
@@ -54,21 +54,18 @@ class PinTable:
         self._prefix = prefix
         self._max_tokens = max_tokens if max_tokens and prefix.is_shared else 0
         self._pins: dict[PinKey, Pin] = {}
+        self._by_group: dict[Group, dict[PinKey, Pin]] = {}
+        # Sum over pins; what two of them share counts twice.
+        self.num_tokens = 0
         self.num_dropped = 0
         self.num_expired = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def num_tokens(self) -> int:
-        """Sum over pins; what two of them share counts twice."""
-        return sum(pin.num_tokens for pin in self._pins.values())
-
     def pin(
         self,
         key: PinKey,
-        group: Group,
         req: Req,
         tokens: Any,
         now_ms: float,
@@ -90,9 +87,10 @@ class PinTable:
             self._prefix.tree.unlock(lock)
             self.num_dropped += 1
             return None
-        self._pins[key] = Pin(
-            group, req.rid, lock, found.num_matched, now_ms, is_announced
-        )
+        group, _ = key
+        pin = Pin(group, req.rid, lock, found.num_matched, now_ms, is_announced)
+        self._pins[key] = self._by_group.setdefault(group, {})[key] = pin
+        self.num_tokens += pin.num_tokens
         return None
 
     def _make_room(self, num_tokens: int) -> bool:
@@ -105,8 +103,14 @@ class PinTable:
 
     def unpin(self, key: PinKey) -> None:
         pin = self._pins.pop(key, None)
-        if pin is not None:
-            self._prefix.tree.unlock(pin.lock)
+        if pin is None:
+            return
+        group, _ = key
+        del self._by_group[group][key]
+        if not self._by_group[group]:
+            del self._by_group[group]
+        self.num_tokens -= pin.num_tokens
+        self._prefix.tree.unlock(pin.lock)
 
     def drop_oldest_idle(self, only_unannounced: bool = False) -> bool:
         """Give up one pin of a group without a living branch; False: there is none.
@@ -142,20 +146,23 @@ class PinTable:
 
     def unpin_requests(self, group: Group, rids: set[str]) -> None:
         """Give up the pins that these requests of `group` have left."""
-        for key, pin in list(self.of(group)):
+        for key, pin in self.of(group):
             if pin.rid in rids:
                 self.unpin(key)
 
     def unpin_group(self, group: Group) -> None:
-        for key, _ in list(self.of(group)):
+        for key, _ in self.of(group):
             self.unpin(key)
 
-    def of(self, group: Group) -> Iterator[tuple[PinKey, Pin]]:
-        return ((key, pin) for key, pin in self._pins.items() if pin.group is group)
+    def of(self, group: Group) -> list[tuple[PinKey, Pin]]:
+        """The pins of `group` as they are now, oldest first."""
+        return list(self._by_group.get(group, {}).items())
 
     def forget(self) -> None:
         """The tree was reset: the locks are void."""
         self._pins.clear()
+        self._by_group.clear()
+        self.num_tokens = 0
 
 
 def branch_started(pins: PinTable, branch: Branch, req: Req, now_ms: float) -> None:
@@ -167,7 +174,7 @@ def branch_started(pins: PinTable, branch: Branch, req: Req, now_ms: float) -> N
     if any(_is_of(pinned, fork) for pinned in pins.of(group)):
         return
     shared = req.origin_input_ids[: req.cached_tokens or None]
-    pins.pin((id(group), fork.key), group, req, shared, now_ms, True)
+    pins.pin((group, fork.key), req, shared, now_ms, True)
 
 
 def branch_ended(
@@ -186,15 +193,14 @@ def branch_ended(
     elif aborted and fork is None:
         return
     elif fork is None:
-        key: PinKey = (id(group), branch.state_key)
-        tokens = req.origin_input_ids + req.output_ids
-        pins.pin(key, group, req, tokens, now_ms, branch.is_prefix_only)
+        key = (group, branch.state_key)
+        pins.pin(key, req, tokens_of(req), now_ms, branch.is_prefix_only)
     elif fork.is_complete:
         _unpin_fork(pins, group, fork)
 
 
 def _unpin_fork(pins: PinTable, group: Group, fork: Fork) -> None:
-    for pinned in list(pins.of(group)):
+    for pinned in pins.of(group):
         if _is_of(pinned, fork):
             pins.unpin(pinned[0])
 

@@ -5,6 +5,7 @@ Only methods that both of SGLang's tree cores have are used, and nodes are opaqu
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
@@ -47,7 +48,7 @@ class PrefixTree:
 
         Side effect: the matched path becomes the most recently used one.
         """
-        tokens = req.origin_input_ids + req.output_ids
+        tokens = tokens_of(req)
         limit = req._compute_max_prefix_len(len(tokens))
         return self._match(req, tokens, limit)
 
@@ -58,9 +59,13 @@ class PrefixTree:
     def _match(self, req: Req, tokens: Any, limit: int) -> Prompt:
         key = _req_radix_key(self.tree, req, tokens, limit)
         found = self.tree.match_prefix(MatchPrefixParams(key=key))
-        namespace = (req.extra_key, req.cache_salt, req.lora_id)
-        num_matched = found.device_prefix_len
-        return Prompt(tokens, found.last_device_node, num_matched, limit, namespace)
+        return Prompt(
+            tokens,
+            found.last_device_node,
+            found.device_prefix_len,
+            limit,
+            namespace_of(req),
+        )
 
     def publish(self, req: Req) -> None:
         """Put what the running `req` has computed into the tree.
@@ -81,6 +86,16 @@ class PrefixTree:
             self.tree.unlock(lock)
 
 
+def tokens_of(req: Req) -> Any:
+    """Prompt and output of `req` so far, a new `array('q')`."""
+    return req.origin_input_ids + req.output_ids
+
+
+def namespace_of(req: Req) -> Hashable:
+    """Requests share KV only within one: SGLang's tree keeps them apart by it."""
+    return (req.extra_key, req.cache_salt, req.lora_id)
+
+
 def num_computed(req: Req) -> int:
     """Leading tokens of `req` that are known and whose KV is written or in flight."""
     num_known = len(req.origin_input_ids) + len(req.output_ids)
@@ -99,11 +114,9 @@ def is_publishable(req: Req) -> bool:
     )
 
 
-def num_common(prompt: Prompt, req: Req) -> int:
-    """Tokens that `prompt` may match once `req` has published what it computed."""
-    tokens = req.origin_input_ids + req.output_ids
-    common = common_prefix(prompt.tokens, tokens)
-    return min(common, num_computed(req), prompt.limit)
+def num_common(tokens: Any, req: Req) -> int:
+    """Leading `tokens` that `req` has computed (see `num_computed`)."""
+    return min(common_prefix(tokens, tokens_of(req)), num_computed(req))
 
 
 def may_share_more(prompt: Prompt, req: Req) -> bool:

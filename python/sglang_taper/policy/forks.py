@@ -45,31 +45,36 @@ class SharedWork:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._begun: dict[Hashable, Prompt] = {}
+        # By their next page; and all of them, by their next token.
+        self._by_page: dict[Hashable, Prompt] = {}
+        self._by_token: dict[Hashable, list[Prompt]] = {}
 
     def begin(self, prompt: Prompt) -> None:
         """`prompt` is computed now; those that share its next tokens may wait."""
-        rest = len(prompt.tokens) - prompt.num_matched
-        for length in range(1, min(self._page_size, rest) + 1):
-            self._begun.setdefault(_key(prompt, length), prompt)
+        if len(prompt.tokens) - prompt.num_matched >= self._page_size:
+            self._by_page.setdefault(_next(prompt, self._page_size), prompt)
+        self._by_token.setdefault(_next(prompt, 1), []).append(prompt)
 
     def begun_by(self, prompt: Prompt) -> Prompt | None:
         """Who computes already what `prompt` would compute first, if anybody."""
-        if prompt.num_missing <= 0:
+        missing = prompt.num_missing
+        if missing <= 0:
             return None
-        return self._begun.get(_key(prompt, self._length(prompt)))
+        if not self.is_partial(prompt):
+            return self._by_page.get(_next(prompt, self._page_size))
+        same_token = self._by_token.get(_next(prompt, 1), ())
+        wanted = _next(prompt, missing)
+        return next((p for p in same_token if _next(p, missing) == wanted), None)
 
     def is_partial(self, prompt: Prompt) -> bool:
         return prompt.num_missing < self._page_size
 
-    def _length(self, prompt: Prompt) -> int:
-        return min(self._page_size, prompt.num_missing)
 
-
-def _key(prompt: Prompt, length: int) -> Hashable:
+def _next(prompt: Prompt, length: int) -> Hashable:
+    """Where the match of `prompt` ends and the `length` tokens that follow."""
     start = prompt.num_matched
-    first = tuple(prompt.tokens[start : start + length])
-    return (prompt.namespace, prompt.node, start, first)
+    tokens = tuple(prompt.tokens[start : start + length])
+    return (prompt.namespace, prompt.node, start, tokens)
 
 
 class Unit(msgspec.Struct, frozen=True):
