@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
 from sglang_taper.engine.adder import ForkPrefillAdder
 from sglang_taper.engine.alias import find_donor, needs_prefill, start_rows
 from sglang_taper.engine.counters import Counters
-from sglang_taper.engine.groups import Group
 from sglang_taper.engine.pins import PinTable
 from sglang_taper.engine.prefix import (
     PrefixTree,
@@ -25,8 +22,9 @@ from sglang_taper.engine.prefix import (
     may_share_more,
     num_common,
 )
+from sglang_taper.engine.room import ForkRoom
 from sglang_taper.engine.sharing import common_prefix
-from sglang_taper.policy.forks import Prompt, Room, SharedWork, Unit, num_units_to_try
+from sglang_taper.policy.forks import Prompt, SharedWork
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -43,6 +41,7 @@ class ForkAdmission:
         self._is_on = engine.is_generation and self._prefix.is_shared
         self._pins = pins
         self._counters = counters
+        self._room = ForkRoom(engine, self._prefix, pins, counters)
         self._running: list[Req] = []
         self._aliased: list[Req] = []
         self._donors: dict[Req, Req] = {}
@@ -172,7 +171,7 @@ class ForkAdmission:
         queue = engine.waiting_queue
         if not engine.enable_priority_preemption:
             # With preemption SGLang makes room for whoever has the priority.
-            queue = self._whole_forks(prompts, waiting, running)
+            queue = self._room.admissible(prompts, waiting, running)
         return [req for req in queue if req not in waiting]
 
     def _match_all(self, running: ScheduleBatch) -> dict[Req, Prompt]:
@@ -230,71 +229,3 @@ class ForkAdmission:
         first_time = not req.taper.waits_for_page and not needs_prefill(req)
         req.taper.waits_for_page = True
         return first_time
-
-    # -- a fork is admitted whole, or waits whole
-
-    def _whole_forks(
-        self,
-        prompts: dict[Req, Prompt],
-        waiting: dict[Req, int],
-        running: ScheduleBatch,
-    ) -> list[Req]:
-        members = self._units()
-        units = [self._unit(reqs, prompts, waiting) for reqs in members]
-        busy = not running.is_empty() or self._engine.chunked_req is not None
-        room = self._room(running, members, prompts)
-        number = num_units_to_try(units, room, busy)
-        while number < len(units) and self._pins.drop_oldest_idle(True):
-            room = self._room(running, members, prompts)
-            number = num_units_to_try(units, room, busy)
-        self._counters.num_groups_held += number < len(units)
-        tried = {req for reqs in members[:number] for req in reqs}
-        return [req for req in self._engine.waiting_queue if req in tried]
-
-    def _units(self) -> list[list[Req]]:
-        by_group: dict[Group | Req, list[Req]] = {}
-        for req in self._engine.waiting_queue:
-            by_group.setdefault(req.taper.group or req, []).append(req)
-        return list(by_group.values())
-
-    def _unit(
-        self, reqs: list[Req], prompts: dict[Req, Prompt], waiting: dict[Req, int]
-    ) -> Unit:
-        needs, shared = [], 0
-        for req in reqs:
-            length = len(req.origin_input_ids) + len(req.output_ids)
-            prompt = prompts.get(req)
-            matched = prompt.num_matched if prompt else 0
-            shared = max(shared, matched)
-            # A waiting sibling finds what the first one computes.
-            found = max(matched, waiting.get(req, 0))
-            new = length - found + self._expected_tokens(req)
-            needs.append(int(new) + self._engine.page_size)
-        return Unit(len(reqs), sum(needs), sum(needs) + shared)
-
-    def _room(
-        self,
-        running: ScheduleBatch,
-        members: list[list[Req]],
-        prompts: dict[Req, Prompt],
-    ) -> Room:
-        engine = self._engine
-        first = next(prompts[r] for reqs in members for r in reqs if r in prompts)
-        promised = sum(map(self._expected_tokens, running.reqs))
-        evictable = self._prefix.num_evictable_beside(first.node)
-        free = engine.token_to_kv_pool_allocator.available_size() + evictable
-        return Room(
-            free_tokens=int(free - promised),
-            free_rows=engine.get_num_allocatable_reqs(
-                len(running.reqs), running_batch=running
-            ),
-            pool_tokens=engine.max_total_num_tokens,
-            pool_rows=engine.max_running_requests,
-        )
-
-    def _expected_tokens(self, req: Req) -> float:
-        """Tokens `req` may still generate, as SGLang counts a running request."""
-        left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-        certain = req.sampling_params.ignore_eos
-        ratio = 1.0 if certain else self._engine.new_token_ratio_tracker.current
-        return float(min(left, CLIP_MAX_NEW_TOKENS) * ratio)
