@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_taper.engine.hook_types import Hook, Kind, Role
+from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
 
 _SCHED = "sglang.srt.managers.scheduler.Scheduler"
 _ENGINE = "sglang_taper.engine"
@@ -13,18 +13,6 @@ def _override(name: str, why: str, removable_when: str) -> Hook:
         id=f"scheduler-{name.strip('_').replace('_', '-')}",
         target=f"{_SCHED}.{name}",
         kind=Kind.OVERRIDE,
-        role=Role.SCHEDULER,
-        function=None,
-        why=why,
-        removable_when=removable_when,
-    )
-
-
-def _relied_on(id: str, target: str, why: str, removable_when: str) -> Hook:
-    return Hook(
-        id=id,
-        target=target,
-        kind=Kind.RELIED_ON,
         role=Role.SCHEDULER,
         function=None,
         why=why,
@@ -89,34 +77,39 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "rows of branches that start without a prefill are not taken yet",
         "SGLang starts requests without a prefill",
     ),
-    _relied_on(
+    relied_on(
         "prefill-admission",
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        Role.SCHEDULER,
         "appends an admitted request to `can_run_list` last, budgeted and locked",
         "SGLang starts requests without a prefill",
     ),
-    _relied_on(
+    relied_on(
         "rows-without-prefill",
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        Role.SCHEDULER,
         "with nothing to extend it allocates, aliases and describes rows only",
         "SGLang starts requests without a prefill",
     ),
-    _relied_on(
+    relied_on(
         "pending-token",
         "sglang.srt.managers.overlap_utils.FutureMap.stash",
+        Role.SCHEDULER,
         "hands a row the token that its next decode step consumes",
         "SGLang starts requests without a prefill",
     ),
-    _relied_on(
+    relied_on(
         "publish",
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
         ".checkpoint_into_tree",
+        Role.SCHEDULER,
         "puts the KV of a running request into the tree and repoints its row",
         "SGLang forks running requests",
     ),
-    _relied_on(
+    relied_on(
         "match-key",
         "sglang.srt.mem_cache.common._req_radix_key",
+        Role.SCHEDULER,
         "the key under which a request finds its prefix",
         "never: match and lock are the tree's interface",
     ),

@@ -43,3 +43,8 @@ class Hook(msgspec.Struct, frozen=True):
     why: str
     removable_when: str
     always: bool = False
+
+
+def relied_on(id: str, target: str, role: Role, why: str, removable_when: str) -> Hook:
+    """A row for a function whose behaviour is assumed and that is not touched."""
+    return Hook(id, target, Kind.RELIED_ON, role, None, why, removable_when)

@@ -8,7 +8,7 @@ table costs nothing.
 from __future__ import annotations
 
 from sglang_taper.engine.hook_rows import SCHEDULER_HOOKS
-from sglang_taper.engine.hook_types import Hook, Kind, Role
+from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
 
 __all__ = ["HOOKS", "Hook", "Kind", "Role", "hook"]
 
@@ -174,22 +174,18 @@ HOOKS: tuple[Hook, ...] = (
         why="adds our communicator to the ones just built, and our routes to the app",
         removable_when="plugins can declare communicators and routes",
     ),
-    Hook(
+    relied_on(
         id="sample-order",
         target=f"{_TOK}._handle_batch_request",
-        kind=Kind.RELIED_ON,
         role=Role.TOKENIZER,
-        function=None,
         why="sends the samples of n>1 in the order of their index, after a request "
         "without new tokens, all with one sampling-parameters object",
         removable_when="SGLang stamps a sibling index on the copies",
     ),
-    Hook(
+    relied_on(
         id="abort-route",
         target="sglang.srt.entrypoints.http_server.abort_request",
-        kind=Kind.RELIED_ON,
         role=Role.TOKENIZER,
-        function=None,
         why="the route that also takes a group; bodies without one are passed on",
         removable_when="SGLang aborts groups",
     ),

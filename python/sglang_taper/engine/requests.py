@@ -100,7 +100,7 @@ def prepare(obj: GenerateReqInput, headers: Mapping[str, str] | None = None) -> 
 
 
 def _prepared(params: Any, slos: Mapping[str, float], field: str) -> Any:
-    custom = _custom_params(params)
+    custom = custom_params_of(params)
     if custom is None:
         return params
     meta = _meta_in(custom, field)
@@ -111,8 +111,11 @@ def _prepared(params: Any, slos: Mapping[str, float], field: str) -> Any:
     return with_metadata(params, msgspec.structs.replace(meta, **missing).to_wire())
 
 
-def _custom_params(params: Any) -> dict[str, Any] | None:
-    """None where there is no place for metadata: SGLang itself refuses those."""
+def custom_params_of(params: Any) -> dict[str, Any] | None:
+    """The `custom_params` of a request's sampling parameters, {} when it has none.
+
+    None where there is no place for metadata: SGLang itself refuses those.
+    """
     custom = params.get("custom_params") if isinstance(params, dict) else 0
     if custom is None:
         return {}
@@ -152,14 +155,14 @@ def assign_groups_hook(_: None, obj: GenerateReqInput) -> None:
 
 
 def _unshared(params: Any) -> Any:
-    custom = _custom_params(params)
+    custom = custom_params_of(params)
     if not custom or CUSTOM_PARAMS_KEY not in custom:
         return params
     return with_metadata(params, dict(custom[CUSTOM_PARAMS_KEY]))
 
 
 def _fork(params: Any, width: int) -> Any:
-    custom = _custom_params(params)
+    custom = custom_params_of(params)
     if custom is None:
         return params
     meta = _meta_in(custom, META_FIELD)

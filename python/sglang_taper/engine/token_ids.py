@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import BatchStrOutput, GenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.requests import custom_params_of
 from sglang_taper.engine.token_memory import (
     FinishedBranch,
     TokenMemory,
@@ -63,9 +64,8 @@ def _branch_meta(obj: Any) -> Mapping[str, Any] | None:
         return None
     if any(getattr(obj, name, None) is not None for name in _KEPT_FROM_US):
         return None
-    params = obj.sampling_params
-    custom = params.get("custom_params") if isinstance(params, dict) else None
-    meta = custom.get(CUSTOM_PARAMS_KEY) if isinstance(custom, dict) else None
+    custom = custom_params_of(obj.sampling_params) or {}
+    meta = custom.get(CUSTOM_PARAMS_KEY)
     if not isinstance(meta, Mapping) or not isinstance(meta.get("group"), str):
         return None
     return None if obj.contains_mm_input() else meta
