@@ -85,7 +85,34 @@ def test_prompts_that_begin_alike_are_computed_once_in_any_order(
         for i in order
     ]
     drain(engine)
-    assert prefilled(reqs) - len(prompts[-1]) <= 2 * (page_size - 1)
+    # Nobody waits a pass for a single token; a match ends at a page.
+    assert prefilled(reqs) - len(prompts[-1]) <= 2 * max(1, page_size - 1)
+
+
+def test_siblings_do_not_wait_for_each_other_to_share_one_token(
+    engine: ForkEngine,
+) -> None:
+    send(engine, "warm", PROMPT[:144], **FORK)
+    drain(engine)
+    reqs = [
+        send(engine, f"r{i}", [*PROMPT[:144], 7, i, i], branch=i, **FORK)
+        for i in range(4)
+    ]
+    drain(engine)
+    assert prefilled(reqs) == 4 * 3
+    assert engine.taper.counters.num_siblings_held == 0
+
+
+def test_a_fork_of_many_starts_in_one_pass(engine: ForkEngine) -> None:
+    """Rows that prefill nothing take nothing of the chunk that a pass may prefill."""
+    send(engine, "warm", PROMPT[:145], **FORK)
+    drain(engine)
+    wide = {"group": "g", "stage": 1, "depth": 1, "width": 8}
+    reqs = [send(engine, f"r{i}", PROMPT[:145], branch=i, **wide) for i in range(8)]
+    engine.step()
+    assert len(engine.running_batch.reqs) == 8
+    assert all(req.taper.is_aliased for req in reqs)
+    drain(engine)
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
@@ -123,3 +150,31 @@ def test_requests_of_an_embedding_model_are_left_alone(engine: ForkEngine) -> No
     with admission.prefill_pass(engine.running_batch):
         assert engine.waiting_queue is queue
     assert engine.waiting_queue is queue
+
+
+def test_a_queue_that_waits_for_room_is_not_looked_at_in_every_step(
+    engine: ForkEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.send("runs", [3] * 40, 300, {"group": "other"})
+    for _ in range(3):
+        engine.step()
+    meta = {"group": "g", "depth": 1, "width": 3}
+    fork = [
+        engine.send(f"r{i}", [i] * 145, 40, BranchMeta(branch=i, **meta).to_wire())
+        for i in range(3)
+    ]
+    engine.step()
+    assert engine.running_batch.batch_is_full
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._forks, "_visible", None)
+        for _ in range(10):
+            engine.step()
+    assert len(engine.waiting_queue) == 3
+    # What stood behind it goes on as soon as it is given up.
+    behind = engine.send("behind", [5] * 10, 4, {})
+    for req in fork:
+        engine.abort(req.rid)
+    for _ in range(12):
+        engine.step()
+    assert behind.finished()
+    drain(engine)

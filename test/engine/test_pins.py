@@ -226,3 +226,46 @@ def test_an_abort_of_a_subtree_takes_the_pins_it_left(client: Client) -> None:
     parent = client.run(PROMPT, max_new=0, group="g", depth=1, width=2)
     client.engine._abort_group("g", client.engine.now_ms, parent.rid)
     assert client.num_pins == 0
+
+
+def test_a_guess_takes_no_announced_pin_away(client: Client) -> None:
+    announced = [[index, *PROMPT[1:]] for index in range(3)]
+    for index, tokens in enumerate(announced):
+        client.run(tokens, max_new=0, group=f"announced{index}")
+    client.run(OTHER, group="guess")
+    pins = client.engine.taper.pins
+    assert pins.num_dropped == 1, "the guess itself"
+    assert client.num_pins == len(announced)
+    assert client.protected == sum(map(len, announced))
+
+
+def test_no_pin_is_given_up_for_one_that_fits_nowhere(client: Client) -> None:
+    client.run(PROMPT, group="small")
+    busy = client.send([5] * 120, 60, group="busy", depth=1, width=2)
+    while not busy.output_ids:
+        client.engine.step()
+    client.run([9] * 100, max_new=0, group="large")
+    pins, groups = client.engine.taper.pins, client.engine.taper.groups.groups
+    assert list(pins.of(groups["small"]))
+    assert pins.num_tokens <= MAX_PINNED_FRACTION * client.engine.max_total_num_tokens
+
+
+def test_the_pin_of_a_fork_grows_to_what_its_siblings_share(client: Client) -> None:
+    """The first one found only a part in the tree, the second one all they share."""
+    client.run(PROMPT[:20])
+    fork = {"group": "g", "depth": 1, "width": 3}
+    client.run([*PROMPT, 1], branch=0, **fork)
+    assert client.protected == 20
+    client.run([*PROMPT, 2], branch=1, **fork)
+    assert client.protected == len(PROMPT)
+
+
+def test_other_salts_are_not_counted_as_lost(client: Client) -> None:
+    send = client.engine.send
+    wire = BranchMeta(group="g").to_wire()
+    send("one", PROMPT, 2, wire, salt="a")
+    client.drain()
+    other = send("two", PROMPT, 2, wire, salt="b")
+    client.drain()
+    assert other.taper.num_prefilled == len(PROMPT)
+    assert other.taper.num_recomputed == other.taper.num_evicted == 0

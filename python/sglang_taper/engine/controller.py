@@ -19,6 +19,7 @@ from sglang_taper.engine.counters import Counters, StepRecord
 from sglang_taper.engine.groups import Branch, GroupTable
 from sglang_taper.engine.observe import every_row_must_run, observe_batch
 from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
+from sglang_taper.engine.prefix import namespace_of
 from sglang_taper.engine.roster import DecodeRoster
 from sglang_taper.engine.sharing import note_finish, note_prefill
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
@@ -82,7 +83,8 @@ class BranchController:
         self._roster.remove(branch.state, now_ms)
         aborted = is_aborted(req)
         if not aborted:
-            note_finish(branch, req.origin_input_ids, req.output_ids, self._page_size)
+            where = (self._page_size, namespace_of(req))
+            note_finish(branch, req.origin_input_ids, req.output_ids, *where)
         self.groups.end(branch, now_ms)
         branch_ended(self.pins, branch, req, aborted, now_ms)
 
@@ -104,10 +106,11 @@ class BranchController:
             self.pins.unpin_group(group)
         return None
 
-    def expire_pins(self) -> None:
-        """Give up what no request has used for longer than the TTL."""
-        if len(self.pins):
-            self.pins.expire(self.clock.now_ms, self.groups.ttl_ms)
+    def expire_pins(self) -> bool:
+        """Give up what no request has used for longer than the TTL. True: some."""
+        if not len(self.pins):
+            return False
+        return self.pins.expire(self.clock.now_ms, self.groups.ttl_ms)
 
     def flushed(self) -> None:
         """The cache is empty: what was shared or pinned is gone."""
@@ -214,7 +217,8 @@ class BranchController:
         if branch.prefilled or not (req.output_ids or req.finished()):
             return
         branch.state.last_run_step = self.step
-        note_prefill(branch, req.origin_input_ids, req.cached_tokens, self._page_size)
+        where = (self._page_size, namespace_of(req))
+        note_prefill(branch, req.origin_input_ids, req.cached_tokens, *where)
         if branch.group is not None:
             pinned = [pin.num_tokens for _, pin in self.pins.of(branch.group)]
             branch.num_pinned = min(req.cached_tokens, max(pinned, default=0))

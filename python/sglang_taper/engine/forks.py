@@ -20,6 +20,7 @@ from sglang_taper.engine.prefix import (
     PrefixTree,
     is_publishable,
     may_share_more,
+    namespace_of,
     num_common,
 )
 from sglang_taper.engine.room import ForkRoom
@@ -29,6 +30,10 @@ from sglang_taper.policy.forks import Prompt, SharedWork
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
+
+# A sibling waits a pass for another one only when it computes fewer tokens by it than
+# the one that every branch may have to run anyway.
+MIN_TOKENS_GAINED = 2
 
 
 class ForkAdmission:
@@ -91,13 +96,13 @@ class ForkAdmission:
         self._engine.waiting_queue = left
 
     def is_stuck(self, plan: NextBatchPlan) -> bool:
-        """Whether nothing runs and nothing was admitted although requests wait, and
-        a pin could be given up for them (which is done)."""
+        """Whether nothing runs and nothing was admitted although requests wait for
+        memory, and a pin could be given up for them (which is done)."""
         engine = self._engine
         progresses = plan.batch_to_run or self._aliased or engine.chunked_req
-        if progresses or not plan.running_batch.is_empty() or not engine.waiting_queue:
+        if progresses or not plan.running_batch.is_empty():
             return False
-        return self._pins.drop_oldest()
+        return self._room.is_short() and self._pins.drop_oldest()
 
     def make_room_to_decode(self, running: ScheduleBatch) -> None:
         """Give up idle pins before SGLang retracts rows for want of KV slots.
@@ -198,6 +203,8 @@ class ForkAdmission:
         """Whether a running member has computed more of `req` than the tree holds."""
         if member.taper.group is not req.taper.group or not is_publishable(member):
             return False
+        if namespace_of(member) != prompt.namespace:
+            return False
         if not may_share_more(prompt, member):
             return False
         page = self._engine.page_size
@@ -213,8 +220,10 @@ class ForkAdmission:
         waiting = {}
         for req, prompt in prompts.items():
             first = work.begun_by(prompt)
-            if first is not None and self._waits(req, prompt, work):
-                waiting[req] = common_prefix(prompt.tokens, first.tokens)
+            common = common_prefix(prompt.tokens, first.tokens) if first else 0
+            gain = min(common, prompt.limit) - prompt.num_matched
+            if gain >= MIN_TOKENS_GAINED and self._waits(req, prompt, work):
+                waiting[req] = common
                 # What it waits for is to be published when it is matched again.
                 req.taper.is_probed = False
             elif prompt.num_missing > 0 and not req.skip_radix_cache_insert:

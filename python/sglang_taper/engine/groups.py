@@ -8,6 +8,7 @@ token, its token count and its deadlines again.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from sglang_taper.engine.sharing import Seen
 from sglang_taper.policy.state import BranchState, RequestState
@@ -17,6 +18,8 @@ from sglang_taper.protocol import BranchMeta
 # Groups remembered at most; the ones idle for longest are forgotten first.
 MAX_GROUPS = 65_536
 SWEEP_EVERY_MS = 1000.0
+# Requests and open forks a group remembers; it may go on for days.
+MAX_REMEMBERED = 16_384
 
 
 class Fork:
@@ -79,6 +82,7 @@ class Group:
         if fork is None:
             fork = Fork(meta)
             self.forks[fork.key] = fork
+            _forget_oldest(self.forks)
         return fork
 
     def close(self, fork: Fork | None) -> None:
@@ -165,6 +169,7 @@ class GroupTable:
         branch = Branch(meta, BranchState(state, meta.branch, 0, max_new_tokens), group)
         if group:
             group.parents[rid] = meta.parent
+            _forget_oldest(group.parents)
             self.num_live_groups += group.num_live == 0
             group.num_live += 1
         if branch.fork:
@@ -235,6 +240,11 @@ class GroupTable:
         if (group := self.groups.get(name)) is not None:
             group.aborted_ms = now_ms
         return group
+
+
+def _forget_oldest(remembered: dict[Any, Any]) -> None:
+    if len(remembered) > MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def arrives_aborted(branch: Branch, called_ms: float | None) -> bool:

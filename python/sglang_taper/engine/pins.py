@@ -7,7 +7,8 @@ while branches that were retracted wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_taper.engine.groups import Branch, Fork, Group
@@ -59,9 +60,15 @@ class PinTable:
         self.num_tokens = 0
         self.num_dropped = 0
         self.num_expired = 0
+        self._swept_ms = -math.inf
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    def num_whole(self, num_tokens: int) -> int:
+        """As many of the leading tokens as the tree can hold: whole pages."""
+        page = int(self._prefix.tree.page_size)
+        return num_tokens // page * page
 
     def pin(
         self,
@@ -83,7 +90,7 @@ class PinTable:
             return self.unpin(key)
         lock = self._prefix.tree.lock(found.node)
         self.unpin(key)
-        if not self._make_room(found.num_matched):
+        if not self._make_room(found.num_matched, is_announced):
             self._prefix.tree.unlock(lock)
             self.num_dropped += 1
             return None
@@ -93,12 +100,23 @@ class PinTable:
         self.num_tokens += pin.num_tokens
         return None
 
-    def _make_room(self, num_tokens: int) -> bool:
-        if num_tokens > self._max_tokens:
+    def _make_room(self, num_tokens: int, is_announced: bool) -> bool:
+        """Give up as many idle pins as needed, or none when they do not suffice.
+
+        A pin on which no fork is known to come does not displace one that is.
+        """
+        surplus = self.num_tokens + num_tokens - self._max_tokens
+        kinds = (False, True) if is_announced else (False,)
+        victims = []
+        for key in self._oldest(kinds, only_idle=True):
+            if surplus <= 0:
+                break
+            victims.append(key)
+            surplus -= self._pins[key].num_tokens
+        if surplus > 0:
             return False
-        while self.num_tokens + num_tokens > self._max_tokens:
-            if not self.drop_oldest_idle():
-                return False
+        for key in victims:
+            self._drop(key)
         return True
 
     def unpin(self, key: PinKey) -> None:
@@ -128,21 +146,39 @@ class PinTable:
         return self.drop_oldest_idle() or self._drop_oldest((False, True), False)
 
     def _drop_oldest(self, announced: Sequence[bool], only_idle: bool) -> bool:
+        key = next(self._oldest(announced, only_idle), None)
+        if key is not None:
+            self._drop(key)
+        return key is not None
+
+    def _oldest(self, announced: Sequence[bool], only_idle: bool) -> Iterator[PinKey]:
         for kind in announced:
             for key, pin in self._pins.items():
                 is_idle = pin.group.num_live == 0
                 if pin.is_announced is kind and (is_idle or not only_idle):
-                    self.unpin(key)
-                    self.num_dropped += 1
-                    return True
-        return False
+                    yield key
 
-    def expire(self, now_ms: float, ttl_ms: float) -> None:
-        """Give up the pins of groups that have been idle for longer than the TTL."""
-        for key, pin in list(self._pins.items()):
-            if pin.group.num_live == 0 and now_ms - pin.idle_since_ms > ttl_ms:
-                self.unpin(key)
-                self.num_expired += 1
+    def _drop(self, key: PinKey) -> None:
+        self.unpin(key)
+        self.num_dropped += 1
+
+    def expire(self, now_ms: float, ttl_ms: float) -> bool:
+        """Give up the pins of groups that have been idle for longer than the TTL.
+
+        Looks at all pins, so only once per tenth of the TTL. True: some were given up.
+        """
+        if now_ms - self._swept_ms < ttl_ms / 10:
+            return False
+        self._swept_ms = now_ms
+        expired = [
+            key
+            for key, pin in self._pins.items()
+            if pin.group.num_live == 0 and now_ms - pin.idle_since_ms > ttl_ms
+        ]
+        for key in expired:
+            self.unpin(key)
+        self.num_expired += len(expired)
+        return bool(expired)
 
     def unpin_requests(self, group: Group, rids: set[str]) -> None:
         """Give up the pins that these requests of `group` have left."""
@@ -171,7 +207,9 @@ def branch_started(pins: PinTable, branch: Branch, req: Req, now_ms: float) -> N
     group, fork = branch.group, branch.fork
     if group is None or fork is None or branch.ended:
         return
-    if any(_is_of(pinned, fork) for pinned in pins.of(group)):
+    pinned = [pin.num_tokens for key, pin in pins.of(group) if _is_of((key, pin), fork)]
+    # The first has computed what the others share; what those find tells how far.
+    if pinned and max(pinned) >= pins.num_whole(req.cached_tokens):
         return
     shared = req.origin_input_ids[: req.cached_tokens or None]
     pins.pin((group, fork.key), req, shared, now_ms, True)

@@ -53,8 +53,24 @@ class ForkRoom:
             room = self._room(running, members, prompts)
             number = num_units_to_try(units, room, busy)
         self._counters.num_groups_held += number < len(units)
+        if number == 0 and units and not running.is_empty():
+            # As SGLang notes it: nobody looks at the queue until a row has ended.
+            running.batch_is_full = True
         tried = {req for reqs in members[:number] for req in reqs}
         return [req for req in self._engine.waiting_queue if req in tried]
+
+    def is_short(self) -> bool:
+        """Whether some waiting request may need more than what is free or evictable."""
+        engine = self._engine
+        free = engine.token_to_kv_pool_allocator.available_size()
+        free += self._prefix.tree.evictable_size()
+        return any(self._need(req) >= free for req in engine.waiting_queue)
+
+    def _need(self, req: Req) -> int:
+        """Slots of `req` when nothing of it is in the tree."""
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+        return int(length + min(left, CLIP_MAX_NEW_TOKENS) + self._engine.page_size)
 
     def _units(self) -> list[list[Req]]:
         by_group: dict[Group | Req, list[Req]] = {}

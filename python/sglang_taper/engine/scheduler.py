@@ -117,6 +117,8 @@ class TaperScheduler(Scheduler):
     def abort_request(self, recv_req: AbortReq) -> None:
         with _exact_ids_only(self._taper_requests(), recv_req):
             super().abort_request(recv_req)
+        # It may have been a fork for which the queue behind it had to wait.
+        self.running_batch.batch_is_full = False
 
     def _taper_requests(self) -> list[Any]:
         """Everything that waits or runs, each once."""
@@ -154,7 +156,8 @@ class TaperScheduler(Scheduler):
         return num_rows - self._forks.num_rows_taken
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
-        self.taper.expire_pins()
+        if self.taper.expire_pins():
+            running_batch.batch_is_full = False
         while True:
             with self._forks.prefill_pass(running_batch):
                 plan = super().get_new_batch_prefill(running_batch)

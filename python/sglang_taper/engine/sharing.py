@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,21 @@ NUM_SEEN_BRANCHES = 4
 
 
 class Seen(NamedTuple):
-    """Token ids of a branch, and how many of them it has put into the tree."""
+    """Token ids of a branch, how many of them it has put into the tree, and where
+    there: requests of another namespace share nothing with it."""
 
     tokens: Any
     num_published: int
+    namespace: Hashable
 
 
-def note_prefill(branch: Branch, prompt: Any, num_cached: int, page_size: int) -> None:
+def note_prefill(
+    branch: Branch,
+    prompt: Any,
+    num_cached: int,
+    page_size: int,
+    namespace: Hashable = None,
+) -> None:
     """Count what the branch shares and what of it was computed again.
 
     `prompt` is an `array('q')` of token ids, `num_cached` how many of them were found
@@ -35,7 +44,11 @@ def note_prefill(branch: Branch, prompt: Any, num_cached: int, page_size: int) -
     if (group := branch.group) is None:
         return
     branch.num_prefilled = 0 if branch.is_aliased else len(prompt) - num_cached
-    known = [(common_prefix(prompt, s.tokens), s.num_published) for s in group.seen]
+    known = [
+        (common_prefix(prompt, seen.tokens), seen.num_published)
+        for seen in group.seen
+        if seen.namespace == namespace
+    ]
     num_known = max((common for common, _ in known), default=0)
     branch.num_shared = min(num_cached, num_known)
     branch.num_recomputed = (
@@ -45,15 +58,21 @@ def note_prefill(branch: Branch, prompt: Any, num_cached: int, page_size: int) -
     num_found = max((min(pair) for pair in known), default=0)
     num_found = min(num_found, len(prompt) - 1) // page_size * page_size
     branch.num_evicted = max(0, num_found - num_cached)
-    _remember(group, Seen(prompt, len(prompt) // page_size * page_size))
+    _remember(group, Seen(prompt, len(prompt) // page_size * page_size, namespace))
 
 
-def note_finish(branch: Branch, prompt: Any, output: Any, page_size: int) -> None:
+def note_finish(
+    branch: Branch,
+    prompt: Any,
+    output: Any,
+    page_size: int,
+    namespace: Hashable = None,
+) -> None:
     """Later stages may start with what this branch has generated."""
     if branch.group is not None and len(output):
         # The KV of the last token was not computed.
         num_published = (len(prompt) + len(output) - 1) // page_size * page_size
-        _remember(branch.group, Seen(prompt + output, num_published))
+        _remember(branch.group, Seen(prompt + output, num_published, namespace))
 
 
 def _remember(group: Group, seen: Seen) -> None:
