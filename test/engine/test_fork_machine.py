@@ -76,8 +76,14 @@ class ForkMachine(RuleBasedStateMachine):
         salt: str | None = None,
     ) -> Any:
         self.num_sent += 1
-        rid = f"r{self.num_sent}"
-        req = self.engine.send(rid, tokens[-MAX_TOKENS:], max_new, meta.to_wire(), seed)
+        req = self.engine.send(
+            f"r{self.num_sent}",
+            tokens[-MAX_TOKENS:],
+            max_new,
+            meta.to_wire(),
+            seed=seed,
+            salt=salt,
+        )
         self.reqs.append(req)
         return req
 
