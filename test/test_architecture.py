@@ -51,7 +51,8 @@ RULES = {
     "protocol": Rule("errors", "msgspec", standard=PURE_LIBRARY),
     "config": Rule("errors policy"),
     "changes": Rule("config errors policy", "msgspec"),
-    "ops": Rule(libraries="torch triton"),
+    "ops": Rule("errors", "msgspec numpy torch triton"),
+    "ops/segments.py": Rule("errors", "msgspec", standard=PURE_LIBRARY),
     "models": Rule("errors", "tqdm", "torch safetensors transformers tokenizers"),
     "platform": Rule(libraries="sglang.srt.platforms", lazily="torch"),
     "frontend": Rule("errors protocol", "msgspec httpx"),
@@ -153,6 +154,7 @@ def test_a_file_imports_only_what_its_package_may_know(path: Path) -> None:
         ("models", "torch", False),
         ("demo", f"{PACKAGE}.engine.plugin", True),
         ("ops", "sglang", True),
+        ("ops/segments.py", "torch", True),
         ("ops", "sgl", False),
     ],
 )
