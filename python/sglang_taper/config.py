@@ -23,7 +23,6 @@ NO_POLICY = "none"
 DEADLINES = ("schedule", "progress")
 UTILITIES = ("linear", "concave", "priority")
 ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
-NOT_YET = {"shared_prefix_attention": ("torch", "triton", "flashinfer")}
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,9 @@ class TaperConfig:
     )
     shared_prefix_attention: str = _setting(
         "auto",
-        "Attention that reads a shared prefix once per group. In this version there "
-        "is none yet: auto and off use SGLang's own, the others are refused.",
+        "Attention that reads a shared prefix once per group: torch (CPU), triton or "
+        "flashinfer (CUDA; not built yet), auto (torch on the CPU, else SGLang's own) "
+        "or off (SGLang's own).",
         ATTENTIONS,
     )
     fork_pin_ttl_s: float = _setting(
@@ -128,8 +128,6 @@ class TaperConfig:
             value = getattr(self, f.name)
             if value is not None or f.default is not None:
                 object.__setattr__(self, f.name, checked(f, value))
-            if getattr(self, f.name) in NOT_YET.get(f.name, ()):
-                raise FieldError(flag_of(f.name), value, "not built yet: auto or off")
 
     @property
     def enabled(self) -> bool:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sglang_taper import config as settings
 from sglang_taper.config import TaperConfig
 from sglang_taper.engine import plugin
+from sglang_taper.engine.attention.choice import refused_attention
 from sglang_taper.engine.hooks import Role
 from sglang_taper.engine.refusals import refused
-from sglang_taper.errors import FieldError, TaperError
+from sglang_taper.errors import FieldError, TaperError, UnsupportedMode
 from sglang_taper.models import resolve_model_path
 from sglang_taper.policy.admission import policy_names
 from sglang_taper.policy.latency import StepLatencyModel
@@ -68,15 +69,19 @@ def make_server_args(**kwargs: Any) -> Any:
 
 def check_server_args_hook(_result: None, server_args: Any) -> None:
     """AFTER `ServerArgs.check_server_args`: refuse modes we would break."""
-    if not current().enabled:
-        return
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    rust_server = os.environ.get("SGLANG_RUST_SERVER", "")
-    for error in refused(resolving_view(server_args), rust_server):
+    for error in _refusals(server_args):
         if _from_command_line:
             plugin.exit_with(str(error))
         raise error
+
+
+def _refusals(server_args: Any) -> Iterator[UnsupportedMode]:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    config, resolved = current(), resolving_view(server_args)
+    if config.enabled:
+        yield from refused(resolved, os.environ.get("SGLANG_RUST_SERVER", ""))
+    yield from refused_attention(config, resolved)
 
 
 def check_ranks_hook(result: Any, *_args: Any, **_kwargs: Any) -> None:

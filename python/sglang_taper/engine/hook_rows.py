@@ -6,6 +6,7 @@ from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
 
 _SCHED = "sglang.srt.managers.scheduler.Scheduler"
 _ENGINE = "sglang_taper.engine"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def _override(name: str, why: str, removable_when: str) -> Hook:
@@ -19,6 +20,37 @@ def _override(name: str, why: str, removable_when: str) -> Hook:
         removable_when=removable_when,
     )
 
+
+def _attention_override(name: str, why: str) -> Hook:
+    return Hook(
+        id=f"attention-{name.strip('_').replace('_', '-')}",
+        target=f"{_ATTENTION}.{name}",
+        kind=Kind.OVERRIDE,
+        role=Role.SCHEDULER,
+        function=None,
+        why=why,
+        removable_when="same as attention",
+    )
+
+
+# Not installed with `--shared-prefix-attention off`.
+ATTENTION_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        id="attention",
+        target=_ATTENTION,
+        kind=Kind.REPLACE,
+        role=Role.SCHEDULER,
+        function=f"{_ENGINE}.attention.torch_backend:SharedPrefixTorchBackend",
+        why="a subclass under SGLang's own name: what SGLang decides by the name "
+        "torch_native stays decided",
+        removable_when="SGLang's attention reads a shared prefix once",
+    ),
+    _attention_override("init_forward_metadata", "one plan for all layers of a pass"),
+    _attention_override("_run_sdpa_forward_decode", "decode reads a prefix once"),
+    _attention_override(
+        "_run_sdpa_forward_extend", "prefill without queries of the cached prefix"
+    ),
+)
 
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -47,7 +79,11 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "SGLang broadcasts a step clock",
     ),
     _override("init_request_dispatcher", "our control messages", "never"),
-    _override("run_batch", "when a step starts", "SGLang exports step times"),
+    _override(
+        "run_batch",
+        "when a step starts, and which branches it holds",
+        "SGLang exports step times, and tells attention about requests",
+    ),
     _override("process_batch_result", "when a step ends", "same as run_batch"),
     _override("abort_request", "exact ids and whole groups", "exact abort upstream"),
     _override("flush_cache", "forget requests between stages", "never"),
@@ -135,4 +171,5 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "repeats a token of a row that sat out a step",
         removable_when="penalties are fed by position upstream",
     ),
+    *ATTENTION_HOOKS,
 )

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from sglang_taper import config as settings
 from sglang_taper.engine import compat
+from sglang_taper.engine.hook_rows import ATTENTION_HOOKS
 from sglang_taper.engine.hooks import HOOKS, Hook, Kind, Role
 from sglang_taper.errors import HookError, TaperError
 
@@ -113,6 +114,8 @@ def install(role: Role) -> None:
 def _wanted(row: Hook) -> bool:
     """Engine keywords need a loaded engine; importing it would cost seconds."""
     if row.id in installed:
+        return False
+    if row in ATTENTION_HOOKS and settings.load().shared_prefix_attention == "off":
         return False
     return row.id != "engine-keywords" or _ENGINE_MODULE in sys.modules
 

@@ -21,9 +21,10 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_taper.config import TaperConfig, read_latency_profile
+from sglang_taper.config import TaperConfig
 from sglang_taper.config import load as load_config
 from sglang_taper.engine.apply import admit_rows
+from sglang_taper.engine.attention import use as attention
 from sglang_taper.engine.clock import TaperTick, monotonic_ms
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.forks import ForkAdmission
@@ -37,9 +38,9 @@ from sglang_taper.engine.metrics import StepMetrics
 from sglang_taper.engine.pins import PinTable
 from sglang_taper.engine.prefix import PrefixTree
 from sglang_taper.engine.report import describe_pool, describe_state
+from sglang_taper.engine.step_model import make_latency_model
 from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
-from sglang_taper.policy.latency import StepLatencyModel
 from sglang_taper.policy.types import AdmissionPlan
 from sglang_taper.protocol import (
     CALLED_KEY,
@@ -59,6 +60,7 @@ class TaperScheduler(Scheduler):
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
         register_message_types()
+        self._attention = attention.shared_prefix_backend(self.tp_worker.model_runner)
         self.taper = self._make_controller(load_config())
         self._forks = ForkAdmission(self, self.taper.pins, self.taper.counters)
         self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
@@ -72,7 +74,11 @@ class TaperScheduler(Scheduler):
     def _make_controller(self, config: TaperConfig) -> BranchController:
         return BranchController(
             config=config,
-            model=_latency_model(config, self.tp_worker.get_decode_cuda_graph_bs()),
+            model=make_latency_model(
+                config,
+                self.tp_worker.get_decode_cuda_graph_bs(),
+                shared_read_once=self._attention is not None,
+            ),
             num_ranks=get_parallel().tp_size,
             asynchronous=self.enable_overlap and self.device != "cpu",
             pins=PinTable(
@@ -182,6 +188,7 @@ class TaperScheduler(Scheduler):
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self.taper.launched(batch.forward_mode.is_decode(), self._sched_idled)
+        attention.announce(self._attention, batch)
         return super().run_batch(batch, *args, **kwargs)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
@@ -233,13 +240,8 @@ class TaperScheduler(Scheduler):
         state["num_running"] = len(self.running_batch.reqs)
         state["num_waiting"] = len(self.waiting_queue)
         state["pool"] = describe_pool(self)
+        state["attention"] = attention.describe_attention(self._attention)
         return state
-
-
-def _latency_model(config: TaperConfig, graph_buckets: list[int]) -> StepLatencyModel:
-    if config.latency_profile is None:
-        return StepLatencyModel(graph_buckets=sorted(graph_buckets))
-    return StepLatencyModel.from_profile(read_latency_profile(config.latency_profile))
 
 
 def _take_metadata(req: Any) -> dict[str, Any]:

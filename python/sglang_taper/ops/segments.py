@@ -6,6 +6,8 @@ none. Every backend builds its plan from it, so it is checked in one place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from sglang_taper.errors import FieldError
@@ -63,3 +65,30 @@ def _check_rows(name: str, rows: tuple[int, ...], num_rows: int) -> None:
         raise FieldError(name, rows, "one or more different rows")
     if min(rows) < 0 or max(rows) >= num_rows:
         raise FieldError(name, rows, f"rows of the step, 0 to {num_rows - 1}")
+
+
+def segments_of(
+    rows: Sequence[int], common: Sequence[int], min_tokens: int
+) -> list[Segment]:
+    """The tree of segments of rows that are sorted by their slots.
+
+    `common[i]` is how many leading slots `rows[i]` and `rows[i + 1]` have in common.
+    No segment is shorter than `min_tokens` (at least 1): what is shared beyond the last
+    one is left to the rows. Parents come before their children; rows ascend.
+    """
+    return list(_tree(rows, common, 0, min_tokens))
+
+
+def _tree(
+    rows: Sequence[int], common: Sequence[int], start: int, min_tokens: int
+) -> Iterator[Segment]:
+    begin = 0
+    for index in range(len(rows)):
+        if index < len(common) and common[index] >= start + min_tokens:
+            continue
+        inside = common[begin:index]
+        if inside:
+            members = rows[begin : index + 1]
+            yield Segment(tuple(sorted(members)), start, min(inside))
+            yield from _tree(members, inside, min(inside), min_tokens)
+        begin = index + 1

@@ -1,0 +1,142 @@
+"""Which rows of a decode step share how many KV slots, from our own group records.
+
+Rows of one group are compared slot by slot when one of them is new; what they have in
+common stays true while they keep their rows, because a request's tokens do not change.
+Reference counts are never asked: equal counts do not mean equal slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sglang_taper.ops.segments import Segment, segments_of
+
+if TYPE_CHECKING:
+    from sglang_taper.engine.groups import Group
+
+# Shorter segments are left to the rows: a part of its own costs more than it saves.
+MIN_SEGMENT_TOKENS = 16
+
+# The KV slots of tokens `[0, n)` of a request row, on the host.
+ReadSlots = Callable[[int, int], np.ndarray]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A branch as it was when its slots were compared."""
+
+    req: Any
+    row: int
+    num_tokens: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the branch still owns that row of the request table."""
+        ended = self.req.taper is None or self.req.taper.ended
+        return not ended and self.req.kv.req_pool_idx == self.row
+
+
+class SlotOrder:
+    """The rows of one group sorted by their slots, and what neighbours share."""
+
+    def __init__(self) -> None:
+        self._members: dict[tuple[int, int], Member] = {}
+        self._common: list[int] = []
+
+    def among(
+        self, present: dict[tuple[int, int], Member], read: ReadSlots
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Sorted keys of the `present` rows, and what adjacent ones have in common."""
+        if not present.keys() <= self._members.keys():
+            self._sort(present, read)
+        keys: list[tuple[int, int]] = []
+        common: list[int] = []
+        shared = 0  # with the last present row
+        for position, key in enumerate(self._members):
+            if position:
+                shared = min(shared, self._common[position - 1])
+            if key in present:
+                common += [shared] * bool(keys)
+                keys.append(key)
+                shared = self._members[key].num_tokens
+        return keys, common
+
+    def _sort(self, present: dict[tuple[int, int], Member], read: ReadSlots) -> None:
+        kept = {k: m for k, m in self._members.items() if m.is_current}
+        members = kept | present
+        slots = {k: read(m.row, m.num_tokens) for k, m in members.items()}
+        # big-endian bytes compare as the numbers do
+        order = sorted(members, key=lambda key: slots[key].astype(">i4").tobytes())
+        self._members = {key: members[key] for key in order}
+        self._common = [
+            num_equal(slots[one], slots[two]) for one, two in pairwise(order)
+        ]
+
+
+def num_equal(one: np.ndarray, two: np.ndarray) -> int:
+    """Length of the common prefix of two lists of slots."""
+    length = min(len(one), len(two))
+    different = np.flatnonzero(one[:length] != two[:length])
+    return int(different[0]) if different.size else length
+
+
+class StepPrefixes:
+    """The branches of the batch that is about to run, told by the scheduler.
+
+    The backend asks for the segments of a forward pass; it gets none unless the pass is
+    that of the batch that was told, so a pass of anybody else never shares.
+    """
+
+    def __init__(self) -> None:
+        self._reqs: Sequence[Any] = ()
+        self._indices: Any = None
+        self._orders: dict[Group, SlotOrder] = {}
+
+    def announce(self, reqs: Sequence[Any], req_pool_indices: Any) -> None:
+        """`reqs` run next, row by row; `req_pool_indices` is the tensor of the pass."""
+        self._reqs = tuple(reqs)
+        self._indices = req_pool_indices
+
+    def segments(
+        self, req_pool_indices: Any, seq_lens: Sequence[int], read: ReadSlots
+    ) -> list[Segment]:
+        """What the rows of the pass with these tensors share."""
+        if req_pool_indices is not self._indices:
+            return []
+        self._forget_ended()
+        found: list[Segment] = []
+        for group, rows in self._rows_by_group().items():
+            if len(rows) > 1:
+                found += self._group_segments(group, rows, seq_lens, read)
+        return found
+
+    def _rows_by_group(self) -> dict[Group, list[int]]:
+        rows: dict[Group, list[int]] = {}
+        for row, req in enumerate(self._reqs):
+            branch = getattr(req, "taper", None)
+            if branch is not None and branch.group is not None:
+                rows.setdefault(branch.group, []).append(row)
+        return rows
+
+    def _group_segments(
+        self, group: Group, rows: list[int], seq_lens: Sequence[int], read: ReadSlots
+    ) -> list[Segment]:
+        present: dict[tuple[int, int], Member] = {}
+        row_of: dict[tuple[int, int], int] = {}
+        for row in rows:
+            req = self._reqs[row]
+            key = (id(req), req.kv.req_pool_idx)
+            # the newest token is its row's own
+            present[key] = Member(req, req.kv.req_pool_idx, seq_lens[row] - 1)
+            row_of[key] = row
+        order = self._orders.setdefault(group, SlotOrder())
+        keys, common = order.among(present, read)
+        return segments_of([row_of[key] for key in keys], common, MIN_SEGMENT_TOKENS)
+
+    def _forget_ended(self) -> None:
+        for group in [group for group in self._orders if not group.num_live]:
+            del self._orders[group]

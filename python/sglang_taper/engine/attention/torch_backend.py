@@ -1,0 +1,151 @@
+"""SGLang's `torch_native` attention with decode and prefill computed by `ops`.
+
+Takes the place of SGLang's class under the same name, so everything SGLang decides by
+that name stays decided. Writing KV, reshaping and the choice of layers are SGLang's;
+only the two functions that compute are ours, and what they do not serve goes to the
+original, counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from sglang_taper.engine.attention.counting import AttentionCounters
+from sglang_taper.engine.attention.prefixes import StepPrefixes
+from sglang_taper.ops.segments import StepLayout
+from sglang_taper.ops.torch_decode import TorchPlan, decode, make_plan
+from sglang_taper.ops.torch_extend import TorchExtendPlan, extend, make_extend_plan
+
+Plan = TorchPlan | TorchExtendPlan
+
+
+class SharedPrefixTorchBackend(TorchNativeAttnBackend):
+    """One per model runner. On another device than the CPU it does what SGLang does."""
+
+    shared_prefix_attention = "torch"
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self.step_prefixes = StepPrefixes()
+        self.attention_counters = AttentionCounters()
+        self._dtype: torch.dtype = model_runner.dtype
+        self._rows: Any = None  # `req_pool_indices` of the pass that is planned
+        self._fallbacks: set[str] = set()  # reasons in this pass
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan the pass: once, for all layers."""
+        super().init_forward_metadata(forward_batch)
+        self._rows = forward_batch.req_pool_indices
+        self._fallbacks.clear()
+        self.forward_metadata = self._plan(forward_batch)
+
+    def _plan(self, forward_batch: Any) -> Plan | None:
+        mode = forward_batch.forward_mode
+        if str(self.device) != "cpu":
+            self._fall_back("device")
+        elif forward_batch.encoder_lens is not None:
+            self._fall_back("encoder")
+        elif mode.is_decode():
+            return self._plan_decode(forward_batch)
+        elif mode.is_extend_without_speculative():
+            return self._plan_extend(forward_batch)
+        elif not mode.is_idle():
+            self._fall_back("forward mode")
+        return None
+
+    def _plan_extend(self, forward_batch: Any) -> TorchExtendPlan:
+        return make_extend_plan(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+        )
+
+    def _plan_decode(self, forward_batch: Any) -> TorchPlan:
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens.tolist()
+        segments = self.step_prefixes.segments(rows, seq_lens, self._read_slots)
+        self.attention_counters.decode_step(seq_lens, segments)
+        return make_plan(
+            StepLayout(tuple(segments), tuple(seq_lens)),
+            self.req_to_token_pool.req_to_token,
+            rows,
+            self._dtype,
+        )
+
+    def _read_slots(self, row: int, num_tokens: int) -> np.ndarray:
+        table: torch.Tensor = self.req_to_token_pool.req_to_token
+        slots: np.ndarray = table[row, :num_tokens].numpy()
+        return slots
+
+    def _fall_back(self, reason: str) -> None:
+        if reason not in self._fallbacks:
+            self._fallbacks.add(reason)
+            self.attention_counters.fell_back(reason)
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *args: Any,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        plan = self._plan_for(TorchPlan, args, kwargs)
+        if plan is None:
+            compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_decode
+            pools = (k_cache, v_cache)
+            return compute(query, output, *pools, *args, scaling=scaling, **kwargs)
+        out, _ = decode(plan, query, k_cache, v_cache, _scale(scaling, query))
+        return output.copy_(out)
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *args: Any,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        plan = self._plan_for(TorchExtendPlan, args, kwargs)
+        if plan is not None and not kwargs["causal"]:
+            self._fall_back("not causal")
+            plan = None
+        if plan is None:
+            compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_extend
+            pools = (k_cache, v_cache)
+            return compute(query, output, *pools, *args, scaling=scaling, **kwargs)
+        return output.copy_(
+            extend(plan, query, k_cache, v_cache, _scale(scaling, query))
+        )
+
+    def _plan_for(
+        self, kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The plan of this pass if it serves this layer; `args` as SGLang passes them,
+        after the pools: the request table, the rows, their lengths."""
+        plan = self.forward_metadata
+        if plan is None:
+            return None
+        reason = None
+        if not isinstance(plan, kind) or args[1] is not self._rows:
+            reason = "not planned"
+        elif kwargs["is_cross_attn"]:
+            reason = "cross attention"
+        elif kwargs["sliding_window_size"] is not None:
+            reason = "sliding window"
+        if reason is not None:
+            self._fall_back(reason)
+        return plan if reason is None else None
+
+
+def _scale(scaling: float | None, query: torch.Tensor) -> float:
+    return float(query.shape[-1] ** -0.5) if scaling is None else scaling
