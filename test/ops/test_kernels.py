@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_taper.kernels import shared_prefix_decode
+from sglang_taper.kernels import shared_prefix_decode, two_levels
 from sglang_taper.ops.triton_decode import (
     MERGE_HEADS,
     NUM_STAGES,
@@ -144,3 +144,32 @@ def test_the_merge_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     )
     assert compiled.stack_bytes == 0
     assert "ld.global.v4" in compiled.ptx, "16 bytes at a time"
+
+
+def test_the_kernels_around_flashinfer_compile_for_hopper(tmp_path: Path) -> None:
+    """64 query heads at 128 are the limit of FlashInfer's own merge; not of ours."""
+    merge = compile_for_hopper(
+        two_levels.merge_levels,
+        {
+            **{"shared_out": "bf16", "shared_lse": "fp32", "private_out": "bf16"},
+            **{"private_lse": "fp32", "shared_row": "i32", "out": "bf16"},
+            "lse": "fp32",
+        },
+        (),
+        (),
+        {"NUM_Q_HEADS": 128, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_H": MERGE_HEADS},
+        tmp_path,
+    )
+    gather = compile_for_hopper(
+        two_levels.gather_slots,
+        {
+            **dict.fromkeys(("req_to_token", "row_of", "first_token"), "i32"),
+            **dict.fromkeys(("first_slot", "num_tokens", "slots"), "i32"),
+            "req_pool_indices": "i64",
+        },
+        ("request_stride",),
+        (),
+        {"BLOCK": 256},
+        tmp_path,
+    )
+    assert merge.stack_bytes == gather.stack_bytes == 0

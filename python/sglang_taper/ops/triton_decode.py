@@ -15,6 +15,7 @@ import triton
 from sglang_taper.errors import FieldError
 from sglang_taper.kernels import shared_prefix_decode as kernels
 from sglang_taper.ops.segments import StepLayout
+from sglang_taper.ops.staging import StagedInts
 from sglang_taper.ops.work_list import (
     LARGE_M,
     SMALL_M,
@@ -26,8 +27,6 @@ from sglang_taper.ops.work_list import (
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 2
-# Steps whose work list may be on its way to the device at the same time.
-STAGES = 3
 MAX_KEY_BLOCK = 64
 # Keys and values of a block fill about this much shared memory per pipeline stage.
 KEY_BLOCK_BYTES = 16 * 1024
@@ -89,53 +88,26 @@ class DecodeBuffers:
             *states, shape.v_head_dim, dtype=dtype, device=self.device
         )
         self.partial_lse = torch.empty(*states, device=self.device)
-        self._sections = self._lay_out()
-        size = self._sections["tiles"].stop
-        on_cuda = self.device.type == "cuda"
-        self._list = torch.zeros(size, dtype=torch.int32, device=self.device)
-        self._stages = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=on_cuda)
-            for _ in range(STAGES)
-        ]
-        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(STAGES)]
-        self._step = 0
-
-    def _lay_out(self) -> dict[str, slice]:
-        """Where each array of the work list lies; tiles last, for short copies."""
-        capacity, sections, start = self.capacity, {}, 0
-        for name, length in (
-            ("num_tiles", 1),
-            ("row_start", capacity.rows + 1),
-            ("entry_row", capacity.entries),
-            ("entry_slot", capacity.entries),
-            ("tiles", capacity.tiles * TILE_FIELDS),
-        ):
-            sections[name] = slice(start, start + length)
-            start += -(-length // 32) * 32  # 128-byte lines
-        return sections
-
-    def section(self, name: str) -> torch.Tensor:
-        """An array of the work list, as the kernel reads it."""
-        return self._list[self._sections[name]]
+        capacity = self.capacity
+        sizes = {
+            "num_tiles": 1,
+            "row_start": capacity.rows + 1,
+            "entry_row": capacity.entries,
+            "entry_slot": capacity.entries,
+            # last, so that a short list is a short copy
+            "tiles": capacity.tiles * TILE_FIELDS,
+        }
+        self.work_list = StagedInts(sizes, self.device)
 
     def fill(self, layout: StepLayout) -> None:
         """Plan a step and send the work list to the device, on the current stream.
 
-        Waits only if the copy from `STAGES` steps ago has not happened yet. Raises
-        FieldError if the layout is not valid or exceeds the capacity.
+        Raises FieldError if the layout is not valid or exceeds the capacity.
         """
-        stage, event = self._stages[self._step], self._copied[self._step]
-        if event is not None:
-            event.synchronize()
-        host = stage.numpy()
-        views = {name: host[at] for name, at in self._sections.items()}
-        views["tiles"] = views["tiles"].reshape(-1, TILE_FIELDS)
-        num_tiles = self._planner.fill(layout, WorkList(**views))
-        used = self._sections["tiles"].start + num_tiles * TILE_FIELDS
-        self._list[:used].copy_(stage[:used], non_blocking=True)
-        if event is not None:
-            event.record()
-        self._step = (self._step + 1) % STAGES
+        host = {k: v.numpy() for k, v in self.work_list.on_host().items()}
+        host["tiles"] = host["tiles"].reshape(-1, TILE_FIELDS)
+        num_tiles = self._planner.fill(layout, WorkList(**host))
+        self.work_list.send("tiles", num_tiles * TILE_FIELDS)
 
 
 class DecodePlan(msgspec.Struct, frozen=True):
@@ -212,7 +184,10 @@ def _attend(
         buffers.partial_lse,
         plan.req_to_token,
         plan.req_pool_indices,
-        *map(buffers.section, ("num_tiles", "tiles", "entry_row", "entry_slot")),
+        *map(
+            buffers.work_list.on_device,
+            ("num_tiles", "tiles", "entry_row", "entry_slot"),
+        ),
         *(*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2]),
         plan.req_to_token.stride(0),
         *scales,
@@ -240,7 +215,7 @@ def _merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor) -> None:
         buffers.partial_lse,
         out,
         lse,
-        buffers.section("row_start"),
+        buffers.work_list.on_device("row_start"),
         *out.stride()[:2],
         NUM_Q_HEADS=shape.num_q_heads,
         V_HEAD_DIM=shape.v_head_dim,
