@@ -39,7 +39,8 @@ class Rows:
     def add(self, group: Any, row: int, slots: list[int]) -> Any:
         self.table[row] = slots
         branch = SimpleNamespace(group=group, ended=False)
-        return SimpleNamespace(taper=branch, kv=SimpleNamespace(req_pool_idx=row))
+        kv = SimpleNamespace(req_pool_idx=row)
+        return SimpleNamespace(taper=branch, kv=kv, retraction_count=0)
 
     def segments(self, prefixes: StepPrefixes, reqs: list[Any]) -> list[Segment]:
         tensor = object()
@@ -195,3 +196,13 @@ def test_counters_tell_how_many_tokens_were_not_read_again() -> None:
     assert counters.num_shared_rows == 3
     assert counters.num_kv_tokens == 442
     assert counters.num_saved_tokens == 2 * 100 + 30
+
+
+def test_a_branch_that_was_retracted_is_compared_again(rows: Rows) -> None:
+    """It may come back to its old row, with KV that was computed again."""
+    group, prefixes = Group(), StepPrefixes()
+    reqs = [rows.add(group, row, [*PREFIX, 1000 + row]) for row in range(2)]
+    assert rows.segments(prefixes, reqs) == [Segment((0, 1), 0, 100)]
+    reqs[1].retraction_count += 1
+    rows.table[1] = [slot + 5000 for slot in rows.table[1]]
+    assert rows.segments(prefixes, reqs) == []

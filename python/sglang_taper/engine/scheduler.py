@@ -6,7 +6,6 @@ table in `hooks.py` says why each override exists.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +23,9 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_taper.config import TaperConfig
 from sglang_taper.config import load as load_config
 from sglang_taper.engine.apply import admit_rows
+from sglang_taper.engine.arrival import arrival_ms, checked_metadata, take_metadata
 from sglang_taper.engine.attention import use as attention
-from sglang_taper.engine.clock import TaperTick, monotonic_ms
+from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.engine.groups import arrives_aborted
@@ -42,12 +42,7 @@ from sglang_taper.engine.step_model import make_latency_model
 from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
 from sglang_taper.policy.types import AdmissionPlan
-from sglang_taper.protocol import (
-    CALLED_KEY,
-    CUSTOM_PARAMS_KEY,
-    BranchMeta,
-    parse_branch_meta,
-)
+from sglang_taper.protocol import CALLED_KEY
 
 UNLIMITED_TOKENS = 1 << 30
 
@@ -61,6 +56,7 @@ class TaperScheduler(Scheduler):
         super().init_request_dispatcher()
         register_message_types()
         self._attention = attention.shared_prefix_backend(self.tp_worker.model_runner)
+        self._shared_tokens = attention.SharedTokens(self._attention)
         self.taper = self._make_controller(load_config())
         self._forks = ForkAdmission(self, self.taper.pins, self.taper.counters)
         self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
@@ -104,12 +100,12 @@ class TaperScheduler(Scheduler):
         req = super()._create_generation_req(recv_req, *args, **kwargs)
         params = req.sampling_params
         limit = params.max_new_tokens
-        raw = _take_metadata(req)
+        raw = take_metadata(req)
         called_ms = raw.pop(CALLED_KEY, None)
         req.taper = self.taper.attach(
             req.rid,
-            _checked_metadata(raw),
-            _arrival_ms(recv_req),
+            checked_metadata(raw),
+            arrival_ms(recv_req),
             UNLIMITED_TOKENS if limit is None else limit,
         )
         if arrives_aborted(req.taper, called_ms):
@@ -184,6 +180,7 @@ class TaperScheduler(Scheduler):
 
     @rank_consensus(same_results=["result.rows", "result.reason"])
     def _plan_step(self, batch: ScheduleBatch) -> AdmissionPlan:
+        self._shared_tokens.note(batch)
         return self.taper.plan(batch, len(self.waiting_queue))
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
@@ -242,36 +239,6 @@ class TaperScheduler(Scheduler):
         state["pool"] = describe_pool(self)
         state["attention"] = attention.describe_attention(self._attention)
         return state
-
-
-def _take_metadata(req: Any) -> dict[str, Any]:
-    """Our metadata, taken out of the parameters that custom logit processors see."""
-    params = req.sampling_params
-    if not isinstance(params.custom_params, dict):
-        return {}
-    if CUSTOM_PARAMS_KEY not in params.custom_params:
-        return {}
-    others = dict(params.custom_params)
-    raw = others.pop(CUSTOM_PARAMS_KEY)
-    # Copied: requests that travelled together may share the object.
-    req.sampling_params = copy.copy(params)
-    req.sampling_params.custom_params = others or None
-    return dict(raw) if isinstance(raw, dict) else {}
-
-
-def _checked_metadata(raw: dict[str, Any]) -> BranchMeta:
-    """Checked in the tokenizer process already; a caller that went around it gets a
-    request that stands alone."""
-    try:
-        return parse_branch_meta(raw)
-    except FieldError:
-        return BranchMeta()
-
-
-def _arrival_ms(recv_req: Any) -> float:
-    """When the tokenizer process got the request, on the step clock."""
-    created_s = getattr(recv_req.time_stats, "created_time", 0.0) or 0.0
-    return created_s * 1000.0 if created_s > 0 else monotonic_ms()
 
 
 @contextmanager

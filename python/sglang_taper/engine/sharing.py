@@ -40,7 +40,6 @@ def note_prefill(
     if branch.prefilled:
         return
     branch.prefilled = True
-    branch.state.shared_tokens = num_cached
     if (group := branch.group) is None:
         return
     branch.num_prefilled = 0 if branch.is_aliased else len(prompt) - num_cached

@@ -26,34 +26,47 @@ MIN_SEGMENT_TOKENS = 16
 ReadSlots = Callable[[int, int], np.ndarray]
 
 
+# A request in a row of the request table, from its admission to its retraction: it may
+# get the same row again, with other slots.
+Key = tuple[int, int, int]
+
+
+def key_of(req: Any) -> Key:
+    return (id(req), req.kv.req_pool_idx, req.retraction_count)
+
+
 class Member(msgspec.Struct, frozen=True):
     """A branch as it was when its slots were compared."""
 
     req: Any
-    row: int
+    key: Key
     num_tokens: int
+
+    @property
+    def row(self) -> int:
+        return self.key[1]
 
     @property
     def is_current(self) -> bool:
         """Whether the branch still owns that row of the request table."""
         ended = self.req.taper is None or self.req.taper.ended
-        return not ended and self.req.kv.req_pool_idx == self.row
+        return not ended and key_of(self.req) == self.key
 
 
 class SlotOrder:
     """The rows of one group sorted by their slots, and what neighbours share."""
 
     def __init__(self) -> None:
-        self._members: dict[tuple[int, int], Member] = {}
+        self._members: dict[Key, Member] = {}
         self._common: list[int] = []
 
     def among(
-        self, present: dict[tuple[int, int], Member], read: ReadSlots
-    ) -> tuple[list[tuple[int, int]], list[int]]:
+        self, present: dict[Key, Member], read: ReadSlots
+    ) -> tuple[list[Key], list[int]]:
         """Sorted keys of the `present` rows, and what adjacent ones have in common."""
         if not present.keys() <= self._members.keys():
             self._sort(present, read)
-        keys: list[tuple[int, int]] = []
+        keys: list[Key] = []
         common: list[int] = []
         shared = 0  # with the last present row
         for position, key in enumerate(self._members):
@@ -65,7 +78,7 @@ class SlotOrder:
                 shared = self._members[key].num_tokens
         return keys, common
 
-    def _sort(self, present: dict[tuple[int, int], Member], read: ReadSlots) -> None:
+    def _sort(self, present: dict[Key, Member], read: ReadSlots) -> None:
         kept = {k: m for k, m in self._members.items() if m.is_current}
         members = kept | present
         slots = {k: read(m.row, m.num_tokens) for k, m in members.items()}
@@ -107,31 +120,35 @@ class StepPrefixes:
         """What the rows of the pass with these tensors share."""
         if req_pool_indices is not self._indices:
             return []
+        return self.segments_among(self._reqs, seq_lens, read)
+
+    def segments_among(
+        self, reqs: Sequence[Any], seq_lens: Sequence[int], read: ReadSlots
+    ) -> list[Segment]:
+        """What the rows of `reqs` share; the newest of their `seq_lens` tokens need
+        not have a slot yet."""
         self._forget_ended()
         found: list[Segment] = []
-        for group, rows in self._rows_by_group().items():
+        for group, rows in _rows_by_group(reqs).items():
             if len(rows) > 1:
-                found += self._group_segments(group, rows, seq_lens, read)
+                found += self._group_segments(group, reqs, rows, seq_lens, read)
         return found
 
-    def _rows_by_group(self) -> dict[Group, list[int]]:
-        rows: dict[Group, list[int]] = {}
-        for row, req in enumerate(self._reqs):
-            branch = getattr(req, "taper", None)
-            if branch is not None and branch.group is not None:
-                rows.setdefault(branch.group, []).append(row)
-        return rows
-
     def _group_segments(
-        self, group: Group, rows: list[int], seq_lens: Sequence[int], read: ReadSlots
+        self,
+        group: Group,
+        reqs: Sequence[Any],
+        rows: list[int],
+        seq_lens: Sequence[int],
+        read: ReadSlots,
     ) -> list[Segment]:
-        present: dict[tuple[int, int], Member] = {}
-        row_of: dict[tuple[int, int], int] = {}
+        present: dict[Key, Member] = {}
+        row_of: dict[Key, int] = {}
         for row in rows:
-            req = self._reqs[row]
-            key = (id(req), req.kv.req_pool_idx)
+            req = reqs[row]
+            key = key_of(req)
             # the newest token is its row's own
-            present[key] = Member(req, req.kv.req_pool_idx, seq_lens[row] - 1)
+            present[key] = Member(req, key, seq_lens[row] - 1)
             row_of[key] = row
         order = self._orders.setdefault(group, SlotOrder())
         keys, common = order.among(present, read)
@@ -140,3 +157,12 @@ class StepPrefixes:
     def _forget_ended(self) -> None:
         for group in [group for group in self._orders if not group.num_live]:
             del self._orders[group]
+
+
+def _rows_by_group(reqs: Sequence[Any]) -> dict[Group, list[int]]:
+    rows: dict[Group, list[int]] = {}
+    for row, req in enumerate(reqs):
+        branch = getattr(req, "taper", None)
+        if branch is not None and branch.group is not None:
+            rows.setdefault(branch.group, []).append(row)
+    return rows

@@ -8,7 +8,7 @@ original, counted with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from sglang_taper.engine.attention.counting import AttentionCounters
 from sglang_taper.engine.attention.prefixes import StepPrefixes
-from sglang_taper.ops.segments import StepLayout
+from sglang_taper.ops.segments import Segment, StepLayout
 from sglang_taper.ops.torch_decode import TorchPlan, decode, make_plan
 from sglang_taper.ops.torch_extend import TorchExtendPlan, extend, make_extend_plan
 
@@ -76,6 +76,12 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
             rows,
             self._dtype,
         )
+
+    def segments_among(
+        self, reqs: Sequence[Any], seq_lens: Sequence[int]
+    ) -> list[Segment]:
+        """What rows of `reqs` would share in a decode step of all of them."""
+        return self.step_prefixes.segments_among(reqs, seq_lens, self._read_slots)
 
     def _read_slots(self, row: int, num_tokens: int) -> np.ndarray:
         table: torch.Tensor = self.req_to_token_pool.req_to_token

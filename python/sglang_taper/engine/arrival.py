@@ -1,0 +1,40 @@
+"""What a request of ours brings along to the scheduler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.errors import FieldError
+from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+
+
+def take_metadata(req: Any) -> dict[str, Any]:
+    """Our metadata, taken out of the parameters that custom logit processors see."""
+    params = req.sampling_params
+    if not isinstance(params.custom_params, dict):
+        return {}
+    if CUSTOM_PARAMS_KEY not in params.custom_params:
+        return {}
+    others = dict(params.custom_params)
+    raw = others.pop(CUSTOM_PARAMS_KEY)
+    # Copied: requests that travelled together may share the object.
+    req.sampling_params = copy.copy(params)
+    req.sampling_params.custom_params = others or None
+    return dict(raw) if isinstance(raw, dict) else {}
+
+
+def checked_metadata(raw: dict[str, Any]) -> BranchMeta:
+    """Checked in the tokenizer process already; a caller that went around it gets a
+    request that stands alone."""
+    try:
+        return parse_branch_meta(raw)
+    except FieldError:
+        return BranchMeta()
+
+
+def arrival_ms(recv_req: Any) -> float:
+    """When the tokenizer process got the request, on the step clock."""
+    created_s = getattr(recv_req.time_stats, "created_time", 0.0) or 0.0
+    return created_s * 1000.0 if created_s > 0 else monotonic_ms()
