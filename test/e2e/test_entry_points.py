@@ -121,7 +121,7 @@ def start(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
         (["--tpot-slo-ms", "-3"], {}, "--tpot-slo-ms='-3'"),
         (["--latency-profile", "/nowhere.json"], {}, "--latency-profile"),
         ([], {"SGLANG_TAPER_SLACK_FRACTION": "7"}, "--slack-fraction='7'"),
-        (["--shared-prefix-attention", "triton"], {}, "not built yet"),
+        (["--shared-prefix-attention", "triton"], {}, "needs CUDA"),
     ],
 )
 def test_what_we_refuse_ends_with_code_2_and_one_paragraph(

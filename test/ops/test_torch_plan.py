@@ -86,6 +86,11 @@ def test_padding_of_a_bucket_stays_below_the_price_of_a_call() -> None:
         assert sum(longest - lengths[row] for row in rows) <= CALL_TOKENS
 
 
+def test_a_call_gathers_no_more_keys_than_stay_in_the_caches() -> None:
+    chosen = buckets(dict.fromkeys(range(9), 2000) | {9: 10_000, 10: 10_000})
+    assert [len(rows) for rows in chosen] == [1, 1, 4, 4, 1]
+
+
 def test_consecutive_slots_are_sliced_from_the_pool() -> None:
     step = make_step(group_layout((4, 2048), private=2), permuted=False)
     keys = [part.keys for part in planned(step).parts]

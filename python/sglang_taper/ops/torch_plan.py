@@ -21,6 +21,8 @@ from sglang_taper.ops.segments import StepLayout, check_layout, private_starts
 # What a further call of the attention kernel costs, in keys read by one row (SmolLM2
 # shape: about 40 us against 0.08 us a key). Padding and repeated reads up to it pay.
 CALL_TOKENS = 512
+# Gathered at once for private parts: more falls out of the caches before it is used.
+MAX_CALL_KEYS = 8192
 # Keys are cut so that every thread has work, but never into pieces smaller than this.
 MIN_SPLIT_TOKENS = 512
 MAX_SPLITS = 8
@@ -161,15 +163,16 @@ def _plan_private(planner: _Planner, slots: Sequence[Slots]) -> None:
 
 
 def buckets(lengths: dict[int, int]) -> list[list[int]]:
-    """Rows to pad together, longest first: no bucket pads more than a call costs."""
+    """Rows to pad together, longest first: no bucket pads more than a call costs, and
+    none but that of a single row has more than `MAX_CALL_KEYS` keys."""
     chosen: list[list[int]] = []
-    waste = 0
+    longest = waste = 0
     for row in sorted(lengths, key=lambda row: (-lengths[row], row)):
-        if chosen:
-            waste += lengths[chosen[-1][0]] - lengths[row]
-        if not chosen or waste > CALL_TOKENS:
+        waste += longest - lengths[row]
+        is_full = chosen and (len(chosen[-1]) + 1) * longest > MAX_CALL_KEYS
+        if not chosen or is_full or waste > CALL_TOKENS:
             chosen.append([])
-            waste = 0
+            longest, waste = lengths[row], 0
         chosen[-1].append(row)
     return chosen
 

@@ -1,0 +1,319 @@
+"""Shared-prefix attention on the CPU against SGLang's `torch_native`, side by side.
+
+    python benchmark/shared_prefix_cpu.py [--threads N] [--repeat N] [--no-server]
+                                          [--json FILE]
+
+Attention of one layer in the shape of SmolLM2-135M (9 query heads, 3 KV heads, 64
+dimensions), random values in a pool of consecutive slots or of scattered ones:
+
+- `decode`: rows over one shared prefix, or over contexts of their own. "unshared" is
+  our own code with the segments taken out, so unshared / ours is what sharing itself
+  gives, and stock / unshared what packing query heads and gathering better give;
+- `prefill`: new tokens behind a cached prefix.
+
+The forms take turns; each figure is the fastest of `--repeat` calls. Then two servers
+with the default model, ours and stock SGLang, both without deferring: the time of a
+decode step of eight branches over a prefix of 2,048 tokens (from the client: what 32
+more tokens of every branch take, divided by 32), as one group, as requests of nobody
+("unshared") and in stock; and the first token of an uncached prompt of 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+
+from sglang_taper.demo.server import DemoServer
+from sglang_taper.frontend.branch import with_branch
+from sglang_taper.ops.segments import Segment, StepLayout
+from sglang_taper.ops.torch_decode import decode, make_plan
+from sglang_taper.ops.torch_extend import extend, make_extend_plan
+from sglang_taper.protocol import BranchMeta
+
+HEADS, KV_HEADS, DIM = 9, 3, 64
+SCALE = DIM**-0.5
+# rows, shared tokens, tokens of each row's own
+DECODES = ((2, 2048, 64), (8, 2048, 64), (32, 2048, 64), (8, 512, 64), (16, 0, 1024))
+# cached tokens, new tokens
+PREFILLS = ((0, 1024), (512, 512), (1007, 17), (1023, 1))
+WIDTH, PREFIX, PROMPT = 8, 2048, 1024
+FEW_TOKENS, MANY_TOKENS = 8, 40
+TOKEN_IDS = range(1000, 40_000)
+HEADER = ("what", "dtype", "slots", "stock ms", "unshared ms", "ours ms")
+HEADER += ("stock / ours", "of it sharing")
+
+# What SGLang's methods do does not depend on the object.
+_stock: Any = TorchNativeAttnBackend
+_stock_decode = _stock._run_sdpa_forward_decode
+_stock_extend = _stock._run_sdpa_forward_extend
+
+
+class Figure(NamedTuple):
+    """Milliseconds of the three forms; `unshared_ms` None where nothing is shared."""
+
+    what: str
+    dtype: str
+    slots: str
+    stock_ms: float
+    unshared_ms: float | None
+    ours_ms: float
+
+    def cells(self) -> tuple[str, ...]:
+        unshared, sharing = "", ""
+        if self.unshared_ms is not None:
+            unshared = f"{self.unshared_ms:.2f}"
+            sharing = f"{self.unshared_ms / self.ours_ms:.1f}x"
+        return (
+            *self[:3],
+            f"{self.stock_ms:.2f}",
+            unshared,
+            f"{self.ours_ms:.2f}",
+            f"{self.stock_ms / self.ours_ms:.1f}x",
+            sharing,
+        )
+
+
+def fastest_ms(forms: Sequence[Callable[[], object]], repeat: int) -> list[float]:
+    """The fastest of `repeat` calls of each form, in turns, after one to warm up."""
+    best = [float("inf")] * len(forms)
+    for attempt in range(repeat + 1):
+        for index, form in enumerate(forms):
+            began = time.perf_counter()
+            form()
+            if attempt:
+                best[index] = min(best[index], 1000 * (time.perf_counter() - began))
+    return best
+
+
+# -- attention of one layer
+
+
+class Pool(NamedTuple):
+    """KV of one layer and a request table, rows at random places of the pool or not."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+
+    def values(self, count: int) -> Tensor:
+        return torch.randn(count, HEADS, DIM).to(self.k.dtype)
+
+
+def make_pool(
+    num_rows: int, shared: int, own: int, dtype: torch.dtype, scattered: bool
+) -> Pool:
+    size = shared + num_rows * own
+    order = torch.randperm(size) if scattered else torch.arange(size)
+    private = order[shared:].view(num_rows, own)
+    table = torch.cat([order[:shared].expand(num_rows, -1), private], 1).int()
+    k, v = (torch.randn(size, KV_HEADS, DIM).to(dtype) for _ in range(2))
+    return Pool(k, v, table)
+
+
+def measure_decode(
+    case: tuple[int, int, int], dtype: torch.dtype, scattered: bool, repeat: int
+) -> Figure:
+    num_rows, shared, own = case
+    pool = make_pool(*case, dtype, scattered)
+    q, rows = pool.values(num_rows), torch.arange(num_rows)
+    out, lens = torch.empty_like(q), torch.full((num_rows,), shared + own)
+    group = (Segment(tuple(range(num_rows)), 0, shared),) if shared else ()
+    plans = [
+        make_plan(StepLayout(s, tuple(lens.tolist())), pool.table, rows, dtype)
+        for s in (group, ())
+    ]
+    stock_ms, ours_ms, unshared_ms = fastest_ms(
+        [
+            lambda: _stock_decode(
+                *(None, q, out, pool.k, pool.v, pool.table, rows, lens),
+                scaling=SCALE,
+                enable_gqa=True,
+            ),
+            *(lambda p=p: decode(p, q, pool.k, pool.v, SCALE) for p in plans),
+        ],
+        repeat,
+    )
+    ours, _ = decode(plans[0], q, pool.k, pool.v, SCALE)
+    torch.testing.assert_close(ours, out, atol=2e-2, rtol=2e-2)
+    what = f"decode, {num_rows} rows x {own} tokens"
+    if shared:
+        what = f"decode, {num_rows} rows, prefix {shared}, own {own}"
+    unshared = unshared_ms if shared else None
+    return Figure(what, name_of(dtype), kind_of(scattered), stock_ms, unshared, ours_ms)
+
+
+def measure_prefill(
+    case: tuple[int, int], dtype: torch.dtype, scattered: bool, repeat: int
+) -> Figure:
+    cached, new = case
+    pool = make_pool(1, 0, cached + new, dtype, scattered)
+    q, row = pool.values(new), torch.zeros(1, dtype=torch.long)
+    out, lens = torch.empty_like(q), [torch.tensor([n]) for n in (cached + new, *case)]
+    plan = make_extend_plan(pool.table, row, [cached], [new])
+    stock_ms, ours_ms = fastest_ms(
+        [
+            lambda: _stock_extend(
+                *(None, q, out, pool.k, pool.v, pool.table, row, *lens),
+                scaling=SCALE,
+                enable_gqa=True,
+                causal=True,
+            ),
+            lambda: extend(plan, q, pool.k, pool.v, SCALE),
+        ],
+        max(1, repeat // 3),
+    )
+    ours = extend(plan, q, pool.k, pool.v, SCALE)
+    torch.testing.assert_close(ours, out, atol=2e-2, rtol=2e-2)
+    what = f"prefill, {new} tokens after {cached}"
+    return Figure(what, name_of(dtype), kind_of(scattered), stock_ms, None, ours_ms)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def kind_of(scattered: bool) -> str:
+    return "scattered" if scattered else "consecutive"
+
+
+def measure_layer(repeat: int) -> list[Figure]:
+    figures = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for scattered in (False, True):
+            for rows in DECODES:
+                figures.append(measure_decode(rows, dtype, scattered, repeat))
+        figures += [measure_prefill(c, dtype, False, repeat) for c in PREFILLS]
+    return figures
+
+
+# -- whole steps of a server
+
+
+def some_ids(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(TOKEN_IDS, k=count)
+
+
+def generate_s(
+    url: str, prompts: list[list[int]], new_tokens: int, group: str
+) -> float:
+    """Seconds that one call takes; `group` empty: requests of nobody."""
+    sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    sampling["max_new_tokens"] = new_tokens
+    params = [
+        with_branch(sampling, BranchMeta(group=group, branch=i, width=len(prompts)))
+        if group
+        else sampling
+        for i in range(len(prompts))
+    ]
+    body = {"input_ids": prompts, "sampling_params": params}
+    began = time.perf_counter()
+    requests.post(f"{url}/generate", json=body, timeout=1200).raise_for_status()
+    return time.perf_counter() - began
+
+
+def step_ms(url: str, group: str, seed: int) -> float:
+    """A decode step of `WIDTH` branches, their prefix cached before."""
+    prefix = some_ids(PREFIX, seed)
+    prompts = [[*prefix, *some_ids(8, seed + i)] for i in range(WIDTH)]
+    generate_s(url, [prefix], 1, "")
+    few, many = (
+        generate_s(url, prompts, count, group and f"{group}-{count}")
+        for count in (FEW_TOKENS, MANY_TOKENS)
+    )
+    flush(url)
+    return 1000 * (many - few) / (MANY_TOKENS - FEW_TOKENS)
+
+
+def prompt_ms(url: str, seed: int) -> float:
+    flush(url)
+    return 1000 * generate_s(url, [some_ids(PROMPT, seed)], 1, "")
+
+
+def flush(url: str) -> None:
+    while not requests.post(f"{url}/flush_cache", timeout=60).ok:
+        time.sleep(0.1)
+
+
+def measure_servers(model: str, dtype: str, repeat: int) -> list[Figure]:
+    """In turns on both servers; medians."""
+    flags = ("--dtype", dtype, "--max-total-tokens", "8192")
+    policies = {"ours": "eager", "stock": "none"}
+    servers: dict[str, DemoServer] = {}
+    try:
+        for name, policy in policies.items():
+            servers[name] = DemoServer(model, (*flags, "--branch-policy", policy))
+            asyncio.run(servers[name].ready(lambda line: print(line, file=sys.stderr)))
+        ours, stock = servers["ours"].url, servers["stock"].url
+        rounds = [
+            (
+                step_ms(stock, "", seed),
+                step_ms(ours, "", seed),
+                step_ms(ours, f"g{seed}", seed),
+                prompt_ms(stock, seed),
+                prompt_ms(ours, seed),
+            )
+            for seed in range(repeat)
+        ]
+    finally:
+        for server in servers.values():
+            server.stop(keep_log=False)
+    plain, unshared, shared, *prompts = map(
+        statistics.median, zip(*rounds, strict=True)
+    )
+    step = f"server: decode step, {WIDTH} rows, prefix {PREFIX}"
+    return [
+        Figure(step, dtype, "", plain, unshared, shared),
+        Figure(f"server: prompt of {PROMPT}", dtype, "", prompts[0], None, prompts[1]),
+    ]
+
+
+# -- all of it
+
+
+def markdown_table(figures: Sequence[Figure]) -> str:
+    lines = [HEADER, ["---"] * len(HEADER), *(f.cells() for f in figures)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", type=int, default=20, help="calls of each form")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds on the servers")
+    parser.add_argument("--no-server", action="store_true")
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    figures = measure_layer(args.repeat)
+    if not args.no_server:
+        for dtype in ("bfloat16", "float32"):
+            figures += measure_servers(args.model_path, dtype, args.rounds)
+    print(f"{args.threads} threads, torch {torch.__version__}\n")
+    print(markdown_table(figures))
+    if args.json:
+        facts = {"threads": args.threads, "figures": [f._asdict() for f in figures]}
+        Path(args.json).write_text(json.dumps(facts, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
