@@ -16,6 +16,7 @@ import pytest
 
 from sglang_taper.config import TaperConfig, env_of, flag_of
 from sglang_taper.engine import metrics, report
+from sglang_taper.engine.attention.counting import AttentionCounters
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.counters import StepRecord
 from sglang_taper.engine.hooks import HOOKS, Hook
@@ -134,6 +135,12 @@ def test_every_key_of_the_state_is_explained() -> None:
     _, state = a_state()
     keys = {*keys_in(state), *msgspec.structs.asdict(a_step_record())}
     assert {"group", "mape", "reasons", "measured_ms"} <= keys
+    assert keys <= explained(read("operations.md"))
+
+
+def test_every_key_of_the_attention_is_explained() -> None:
+    counters = AttentionCounters()
+    keys = {"backend", *msgspec.structs.asdict(counters)}
     assert keys <= explained(read("operations.md"))
 
 

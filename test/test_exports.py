@@ -77,7 +77,7 @@ def test_a_hook_names_a_function_of_ours_or_overrides_a_method(row: Hook) -> Non
     assert hook(row.id) is row
     if row.kind is Kind.OVERRIDE:
         assert row.function is None
-        assert row.target.rpartition(".")[2] in overridden_methods()
+        assert row.target in set().union(*map(overridden_targets, REPLACED))
     elif row.kind is Kind.RELIED_ON:
         assert row.function is None
         assert exists_in_sglang(row.target)
@@ -86,20 +86,33 @@ def test_a_hook_names_a_function_of_ours_or_overrides_a_method(row: Hook) -> Non
         assert is_defined(module, name)
 
 
-def overridden_methods() -> set[str]:
-    tree = ast.parse((ROOT / "engine" / "scheduler.py").read_text())
-    (scheduler,) = [
+REPLACED = [row for row in HOOKS if row.kind is Kind.REPLACE]
+
+
+def overridden_targets(row: Hook) -> set[str]:
+    """The methods our class defines, as if they were those of the class replaced."""
+    module, _, name = str(row.function).partition(":")
+    file = ROOT.parent.joinpath(*module.split(".")).with_suffix(".py")
+    (ours,) = [
         node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "TaperScheduler"
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
     ]
-    return {node.name for node in scheduler.body if isinstance(node, ast.FunctionDef)}
+    methods = [node for node in ours.body if isinstance(node, ast.FunctionDef)]
+    return {f"{row.target}.{node.name}" for node in methods}
 
 
-def test_every_method_of_sglangs_scheduler_that_we_override_is_in_the_table() -> None:
+@pytest.mark.parametrize("row", REPLACED, ids=lambda row: row.id)
+def test_every_method_of_sglangs_class_that_we_override_is_in_the_table(
+    row: Hook,
+) -> None:
     """So that its fingerprint is checked."""
-    rows = {row.target for row in HOOKS if row.kind is Kind.OVERRIDE}
-    targets = {f"{hook('scheduler').target}.{name}" for name in overridden_methods()}
+    rows = {
+        other.target
+        for other in HOOKS
+        if other.kind is Kind.OVERRIDE and other.target.startswith(row.target)
+    }
+    targets = overridden_targets(row) - {f"{row.target}.__init__"}
     assert {target for target in targets if exists_in_sglang(target)} == rows
 
 
