@@ -19,11 +19,9 @@ from triton.compiler import ASTSource
 from sglang_taper.kernels import shared_prefix_decode, two_levels
 from sglang_taper.ops.triton_decode import (
     MERGE_HEADS,
-    NUM_STAGES,
-    NUM_WARPS,
-    PROGRAMS_PER_SM,
     AttentionShape,
-    key_block,
+    LaunchConfig,
+    default_config,
 )
 from sglang_taper.ops.work_list import LARGE_M, SMALL_M, TILE_FIELDS
 
@@ -42,6 +40,16 @@ def test_kernels_are_right_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
+def test_the_gpu_benchmark_says_so_without_a_gpu(tmp_path: Path) -> None:
+    script = HERE.parents[1] / "benchmark" / "shared_prefix_gpu.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 class Compiled(NamedTuple):
     registers: int
     stack_bytes: int  # spills
@@ -56,6 +64,7 @@ def compile_for_hopper(
     floats: Sequence[str],
     constants: Mapping[str, object],
     tmp_path: Path,
+    config: LaunchConfig | None = None,
 ) -> Compiled:
     """Compile as a launch with aligned pointers and strides would."""
     signature = {name: f"*{kind}" for name, kind in pointers.items()}
@@ -68,7 +77,8 @@ def compile_for_hopper(
         constexprs=dict(constants),
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    warps, stages = (config.num_warps, config.num_stages) if config else (4, 3)
+    options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=HOPPER, options=options)
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
@@ -94,6 +104,7 @@ def compile_for_hopper(
 def test_the_kernel_fits_a_hopper_multiprocessor_as_often_as_it_is_launched(
     shape: AttentionShape, tmp_path: Path
 ) -> None:
+    config = default_config(shape, torch.bfloat16)
     pools = ("q", "k_pool", "v_pool", "partial_out")
     lists = ("req_to_token", "num_tiles", "tiles", "entry_row", "entry_slot")
     pointers = dict.fromkeys(pools, "bf16") | dict.fromkeys(lists, "i32")
@@ -115,16 +126,17 @@ def test_the_kernel_fits_a_hopper_multiprocessor_as_often_as_it_is_launched(
             "BLOCK_DV": shape.v_head_dim,
             "SMALL_M": SMALL_M,
             "LARGE_M": LARGE_M,
-            "BLOCK_N": key_block(shape, torch.bfloat16.itemsize),
+            "BLOCK_N": config.key_block,
             "TILE_FIELDS": TILE_FIELDS,
             "HAS_SOFT_CAP": False,
         },
         tmp_path,
+        config,
     )
     assert compiled.stack_bytes == 0
-    threads = PROGRAMS_PER_SM * NUM_WARPS * 32
+    threads = config.programs_per_sm * config.num_warps * 32
     assert compiled.registers * threads <= REGISTERS
-    assert compiled.shared_bytes * PROGRAMS_PER_SM <= SHARED_BYTES
+    assert compiled.shared_bytes * config.programs_per_sm <= SHARED_BYTES
     assert "wgmma.mma_async" in compiled.ptx, "large tiles use the tensor cores"
     assert "mma.sync" in compiled.ptx, "and so do small ones"
     assert "cp.async.cg" in compiled.ptx, "keys are fetched 16 bytes at a time"

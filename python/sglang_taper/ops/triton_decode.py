@@ -26,12 +26,23 @@ from sglang_taper.ops.work_list import (
 )
 
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_SM = 2
 MAX_KEY_BLOCK = 64
 # Keys and values of a block fill about this much shared memory per pipeline stage.
 KEY_BLOCK_BYTES = 16 * 1024
 MERGE_HEADS = 8
-NUM_WARPS, NUM_STAGES = 4, 3
+
+
+class LaunchConfig(msgspec.Struct, frozen=True):
+    """How `attend_tiles` is compiled and launched.
+
+    `key_block` keys per step of its loop (a power of two up to 64), and as many
+    programs as fit a multiprocessor with that.
+    """
+
+    key_block: int
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
 
 
 class AttentionShape(msgspec.Struct, frozen=True):
@@ -56,7 +67,8 @@ class DecodeBuffers:
     """Static memory of one kernel geometry, shared by all its layers and batch sizes.
 
     `dtype` is that of queries, KV and output. `levels` bounds the depth of the tree
-    (a group with one prefix is one level). Owns, on `device`: the work list and the
+    (a group with one prefix is one level). `num_programs` overrides the number the
+    configuration gives on the device. Owns, on `device`: the work list and the
     partial outputs. At most one step's plan is in them at a time.
     """
 
@@ -68,11 +80,13 @@ class DecodeBuffers:
         *,
         max_rows: int,
         levels: int = 4,
+        config: LaunchConfig | None = None,
         num_programs: int | None = None,
     ) -> None:
         shape.check()
+        self.config = config or default_config(shape, dtype)
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        self.num_programs = num_programs or _programs_of(self.device)
+        self.num_programs = num_programs or self._all_programs()
         ratio = shape.num_q_heads // shape.num_kv_heads
         self.capacity = capacity_for(
             max_rows, ratio, shape.num_kv_heads, self.num_programs, levels
@@ -98,6 +112,12 @@ class DecodeBuffers:
             "tiles": capacity.tiles * TILE_FIELDS,
         }
         self.work_list = StagedInts(sizes, self.device)
+
+    def _all_programs(self) -> int:
+        if self.device.type != "cuda":
+            return self.config.programs_per_sm
+        properties = torch.cuda.get_device_properties(self.device)
+        return self.config.programs_per_sm * int(properties.multi_processor_count)
 
     def fill(self, layout: StepLayout) -> None:
         """Plan a step and send the work list to the device, on the current stream.
@@ -199,11 +219,11 @@ def _attend(
         BLOCK_DV=_block(shape.v_head_dim),
         SMALL_M=SMALL_M,
         LARGE_M=LARGE_M,
-        BLOCK_N=key_block(shape, q.element_size()),
+        BLOCK_N=buffers.config.key_block,
         TILE_FIELDS=TILE_FIELDS,
         HAS_SOFT_CAP=scales[1] > 0,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=buffers.config.num_warps,
+        num_stages=buffers.config.num_stages,
     )
 
 
@@ -224,21 +244,14 @@ def _merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor) -> None:
     )
 
 
-def key_block(shape: AttentionShape, element_size: int) -> int:
-    """Keys per step of the kernel's loop, by what a pipeline stage may hold."""
-    row_bytes = _block(max(shape.head_dim, shape.v_head_dim)) * element_size
-    return max(16, min(MAX_KEY_BLOCK, KEY_BLOCK_BYTES // row_bytes))
+def default_config(shape: AttentionShape, dtype: torch.dtype) -> LaunchConfig:
+    """As many keys as a pipeline stage may hold."""
+    row_bytes = _block(max(shape.head_dim, shape.v_head_dim)) * dtype.itemsize
+    return LaunchConfig(max(16, min(MAX_KEY_BLOCK, KEY_BLOCK_BYTES // row_bytes)))
 
 
 def _block(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
-
-
-def _programs_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_PER_SM
-    properties = torch.cuda.get_device_properties(device)
-    return PROGRAMS_PER_SM * int(properties.multi_processor_count)
 
 
 def _check_tensors(

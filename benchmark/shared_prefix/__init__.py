@@ -1,0 +1,1 @@
+"""Parts of `benchmark/shared_prefix_gpu.py`."""
