@@ -67,10 +67,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        if self.policy != "taper":
+        if self.policy not in {"taper", "ledger"}:
             return self.policy
         once = " shared-once" if self.shared_read_once else ""
-        return f"taper {self.utility} {self.deadline}{once}"
+        return f"{self.policy} {self.utility} {self.deadline}{once}"
 
 
 CHECKED = Case("taper", "linear")
@@ -83,6 +83,7 @@ CASES = (
     Case("taper", "priority"),
     Case("taper", deadline="progress"),
     Case("taper", shared_read_once=True),
+    Case("ledger"),
 )
 
 

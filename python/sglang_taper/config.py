@@ -21,7 +21,7 @@ from sglang_taper.policy.types import PolicyParams
 ENV_PREFIX = "SGLANG_TAPER_"
 NO_POLICY = "none"
 DEADLINES = ("schedule", "progress")
-UTILITIES = ("linear", "concave", "priority")
+UTILITIES = ("linear", "concave", "priority", "age", "need", "finishing")
 ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
 
 
@@ -60,7 +60,8 @@ class TaperConfig:
         NO_POLICY,
         "Which branches of a request decode in a step: none (no engine hook at all), "
         "off (one per request), eager (all), cap (at most --branch-cap per request), "
-        "taper (as many as the slack budget allows), or a policy registered by name.",
+        "taper (as many as the slack budget allows), ledger (as many as each "
+        "request's schedule so far allows), or a policy registered by name.",
         None,
         metavar="POLICY",
     )
@@ -92,7 +93,9 @@ class TaperConfig:
     branch_utility: str = _setting(
         "linear",
         "What an extra branch is worth: linear, concave (diminishing in the width of "
-        "its request) or priority (weighted by the request's priority).",
+        "its request), priority (weighted by the request's priority); or whose "
+        "branches come first: age (oldest request), need (narrowest stage), finishing "
+        "(fewest tokens left by max_new_tokens).",
         UTILITIES,
     )
     latency_profile: str | None = _setting(

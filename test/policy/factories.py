@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from sglang_taper.config import UTILITIES
 from sglang_taper.policy.admission import AdmissionPolicy, make_policy, step_kv_tokens
 from sglang_taper.policy.latency import predict_ms
 from sglang_taper.policy.state import (
@@ -25,7 +26,7 @@ from sglang_taper.policy.types import (
     StepView,
 )
 
-POLICIES = ("off", "eager", "cap", "taper")
+POLICIES = ("off", "eager", "cap", "taper", "ledger")
 MODEL = LatencyCoefficients(10.0, 1.0, 0.0, trusted=True)
 
 
@@ -83,7 +84,7 @@ def params_strategy() -> st.SearchStrategy[PolicyParams]:
         cap=st.integers(1, 4),
         rho=st.sampled_from([None, 0.0, 0.5, 1.0]),
         deadline=st.sampled_from(["schedule", "progress"]),
-        utility=st.sampled_from(["linear", "concave", "priority"]),
+        utility=st.sampled_from(UTILITIES),
     )
 
 
@@ -129,6 +130,7 @@ def view_strategy(draw: st.DrawFn) -> StepView:
         params=draw(params_strategy()),
         model=draw(model_strategy()),
         stall_share=draw(st.sampled_from([0.0, 0.2, 1.0])),
+        num_waiting_prefill=draw(st.integers(0, 1)),
     )
 
 

@@ -41,8 +41,8 @@ def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_factories", dict(admission._factories))
 
 
-def test_the_four_policies_are_known_by_name() -> None:
-    assert policy_names() == ("cap", "eager", "off", "taper")
+def test_our_policies_are_known_by_name() -> None:
+    assert policy_names() == ("cap", "eager", "ledger", "off", "taper")
 
 
 @pytest.mark.usefixtures("_registry")
@@ -65,7 +65,7 @@ def test_a_name_can_be_taken_only_once() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(FieldError, match=r"'tapir'.*cap, eager, off, taper"):
+    with pytest.raises(FieldError, match=r"'tapir'.*cap, eager, ledger, off, taper"):
         make_policy("tapir")
 
 
@@ -168,6 +168,19 @@ def test_priority_utility_prefers_the_more_important_request() -> None:
     assert plan(view, rho=1.0, utility="priority").rows == [0, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("utility", "rows"),
+    [("age", [0, 2, 3, 5]), ("need", [0, 1, 2, 5]), ("finishing", [0, 2, 5, 6])],
+)
+def test_an_ordering_admits_whole_requests_first(utility: str, rows: list[int]) -> None:
+    requests = [
+        *due_in(50.0, arrival_ms=2.0, remaining_tokens=20),
+        *due_in(14.0, arrival_ms=1.0, remaining_tokens=30),
+        *due_in(50.0, arrival_ms=3.0, remaining_tokens=10),
+    ]
+    assert plan(make_view((2, 3, 2), requests), rho=1.0, utility=utility).rows == rows
+
+
 def test_equally_good_rows_go_longest_waiting_first() -> None:
     view = make_view((4,), due_in(12.0), last_run_step=[40, 49, 48, 49])
     assert plan(view, rho=1.0).rows == [0, 2]
@@ -189,15 +202,18 @@ def greedy_rows(view: StepView, budget_ms: float) -> list[int]:
     def price(row: int) -> tuple[float, ...]:
         owner = view.request_of_row[row]
         width = sum(view.request_of_row[other] == owner for other in rows)
-        gain = {
-            "linear": 1.0,
-            "concave": log1p(1 / (width + 1)),
-            "priority": view.requests[owner].priority,
-        }[view.params.utility]
         ms = model.b_ms_per_row + model.c_ms_per_token * added(row)
+        first = {
+            "linear": ms,
+            "concave": ms / log1p(1 / (width + 1)),
+            "priority": ms / view.requests[owner].priority,
+            "age": view.requests[owner].arrival_ms,
+            "need": view.request_of_row.count(owner),
+            "finishing": view.requests[owner].remaining_tokens,
+        }[view.params.utility]
         cost = added(row) if model.c_ms_per_token else 0
         waited = (view.last_run_step[row], view.output_tokens[row], row)
-        return ms / gain, cost, *waited
+        return first, cost, *waited
 
     while candidates := set(range(view.num_rows)).difference(rows):
         best = min(candidates, key=price)
