@@ -67,12 +67,14 @@ RULES = {
         "fastapi msgspec numpy orjson requests sglang starlette torch",
         "prometheus_client",
     ),
+    "workload": Rule("errors", "msgspec"),
+    "sim": Rule("changes errors policy workload", "msgspec"),
     "demo": Rule("root errors frontend models protocol", "httpx rich", "torch"),
     "demo/program.py": Rule("frontend", "sglang sglang.lang"),
     # entry points: light themselves, everything else inside functions
     "__init__": Rule("frontend"),
     "bootstrap": Rule(),
-    "cli": Rule("root demo engine errors"),
+    "cli": Rule("root demo engine errors sim"),
     "launch_server": Rule("engine", lazily="sglang"),
 }
 
@@ -231,6 +233,7 @@ LIGHT_MODULES = (
     ".cli",
     ".launch_server",
     ".demo.options",
+    ".sim.command",
     ".engine.hooks",
 )
 

@@ -44,6 +44,24 @@ def updated_params(params: PolicyParams, changes: Mapping[str, object]) -> Polic
     return msgspec.structs.replace(params, **accepted)
 
 
+def parse_policy(text: str) -> dict[str, object]:
+    """`NAME` or `NAME:PARAM=VALUE:...` as changes for `updated_params`.
+
+    `taper:rho=0.8:deadline=progress` is what benchmarks call one policy. Raises
+    FieldError for anything else than parameters with a value.
+    """
+    name, *pairs = text.split(":")
+    changes: dict[str, object] = {"policy": name}
+    for pair in pairs:
+        param, equals, value = pair.partition("=")
+        if not equals or param not in _PARAM_SETTINGS or param == "policy":
+            known = ", ".join(sorted(_PARAM_SETTINGS.keys() - {"policy"}))
+            raise FieldError("--policies", text, f"NAME:PARAM=VALUE with PARAM {known}")
+        setting = TaperConfig.__dataclass_fields__[_PARAM_SETTINGS[param]]
+        changes[param] = checked(setting, value, param)
+    return changes
+
+
 def _checked_param(name: str, value: object) -> object:
     if name not in _PARAM_SETTINGS:
         raise FieldError(name, value, "known: " + ", ".join(_PARAM_SETTINGS))

@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_check(commands)
     _add_demo(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -61,6 +62,16 @@ def _add_demo(commands: Any) -> None:
     demo.set_defaults(run=_demo)
 
 
+def _add_simulate(commands: Any) -> None:
+    from sglang_taper.sim.options import add_flags
+
+    simulate = commands.add_parser(
+        "simulate", help="policies on a virtual clock: goodput without a server"
+    )
+    add_flags(simulate)
+    simulate.set_defaults(run=_simulate)
+
+
 def _check(args: argparse.Namespace) -> int:
     from sglang_taper.engine.check import check_hooks
 
@@ -83,6 +94,12 @@ def _demo(args: argparse.Namespace) -> int:
     from sglang_taper.demo.run import run_demo
 
     return run_demo(options)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from sglang_taper.sim.command import run_command
+
+    return run_command(args)
 
 
 def format_check(facts: dict[str, Any]) -> str:

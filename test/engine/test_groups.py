@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_taper.engine.groups import Branch, GroupTable, arrives_aborted
-from sglang_taper.engine.roster import DecodeRoster
+from sglang_taper.policy.roster import DecodeRoster
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
 

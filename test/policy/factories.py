@@ -26,7 +26,7 @@ from sglang_taper.policy.types import (
     StepView,
 )
 
-POLICIES = ("off", "eager", "cap", "taper", "ledger")
+POLICIES = ("off", "eager", "cap", "taper", "taper-paper", "ledger")
 MODEL = LatencyCoefficients(10.0, 1.0, 0.0, trusted=True)
 
 

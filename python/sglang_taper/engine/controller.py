@@ -20,12 +20,12 @@ from sglang_taper.engine.groups import Branch, GroupTable
 from sglang_taper.engine.observe import every_row_must_run, observe_batch
 from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
 from sglang_taper.engine.prefix import namespace_of
-from sglang_taper.engine.roster import DecodeRoster
 from sglang_taper.engine.sharing import note_finish, note_prefill
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
 from sglang_taper.policy.admission import make_policy, step_kv_tokens
 from sglang_taper.policy.family import subtree
 from sglang_taper.policy.latency import StepLatencyModel, predict_ms
+from sglang_taper.policy.roster import DecodeRoster
 from sglang_taper.policy.state import StepBuilder, record_step
 from sglang_taper.policy.types import AdmissionPlan, StepView
 from sglang_taper.protocol import BranchMeta

@@ -14,8 +14,7 @@ import math
 import msgspec
 
 from sglang_taper.engine.counters import StepRecord
-
-STALL_TIME_CONSTANT_MS = 10_000.0
+from sglang_taper.policy.stalls import StallShare
 
 
 class LaunchedStep(msgspec.Struct):
@@ -41,9 +40,13 @@ class StepTimer:
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self.stall_share = 0.0
+        self._stalls = StallShare()
         self._open: LaunchedStep | None = None
         self._last_result_ms = -math.inf
+
+    @property
+    def stall_share(self) -> float:
+        return self._stalls.value
 
     def launched(self, step: LaunchedStep, after_idle: bool) -> MeasuredStep | None:
         """A batch is about to be launched; returns the step this launch closes."""
@@ -68,9 +71,8 @@ class StepTimer:
     def _close(self, step: LaunchedStep, step_ms: float) -> MeasuredStep | None:
         if step_ms <= 0:
             return None
-        keep = math.exp(-step_ms / STALL_TIME_CONSTANT_MS)
         is_prefill = step.num_rows == 0
-        self.stall_share = keep * self.stall_share + (1 - keep) * is_prefill
+        self._stalls.record(step_ms, is_prefill)
         if is_prefill:
             return None
         return MeasuredStep(step.num_rows, step.kv_tokens, step_ms, step.record)

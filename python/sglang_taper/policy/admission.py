@@ -15,7 +15,7 @@ from sglang_taper.policy.baselines import (
 )
 from sglang_taper.policy.filling import Budget, plan_within, step_kv_tokens
 from sglang_taper.policy.ledger import LedgerPolicy
-from sglang_taper.policy.slack import step_slack
+from sglang_taper.policy.slack import published_slack, step_slack
 from sglang_taper.policy.types import AdmissionPlan, StepView
 
 __all__ = [
@@ -94,8 +94,31 @@ def _slack_budget(step: StepView, baseline_ms: float) -> Budget:
     return Budget(max(baseline_ms, (1 - step.stall_share) * wanted_ms), slack_ms)
 
 
+class PublishedTaperPolicy:
+    """TAPER to the letter: `TaperPolicy` without what we added.
+
+    Every request is protected, lost ones too; prefills are not paid for in advance
+    (budget `T0 + rho * max(0, slack - T0)`); equal rows come in batch order. A baseline
+    to compare with, best with `deadline` `progress`.
+    """
+
+    def plan(self, step: StepView) -> AdmissionPlan:
+        return plan_within(step, _published_budget, batch_order)
+
+
+def batch_order(step: StepView) -> list[int]:
+    return list(range(step.num_rows))
+
+
+def _published_budget(step: StepView, baseline_ms: float) -> Budget:
+    slack_ms = published_slack(step)
+    spare_ms = max(0.0, slack_ms - baseline_ms)
+    return Budget(baseline_ms + step.params.slack_fraction * spare_ms, slack_ms)
+
+
 register_policy("off", OffPolicy)
 register_policy("eager", EagerPolicy)
 register_policy("cap", CapPolicy)
 register_policy("taper", TaperPolicy)
 register_policy("ledger", LedgerPolicy)
+register_policy("taper-paper", PublishedTaperPolicy)

@@ -26,13 +26,16 @@ class Budget(NamedTuple):
 
 
 def plan_within(
-    step: StepView, budget_rule: Callable[[StepView, float], Budget]
+    step: StepView,
+    budget_rule: Callable[[StepView, float], Budget],
+    ties: Callable[[StepView], list[int]] = waiting_order,
 ) -> AdmissionPlan:
     """S0 and as many extra branches as `budget_rule(step, baseline_ms)` has time for.
 
-    Extra rows come in the order of `params.utility`, ties longest waiting first, up
-    to the first one that does not fit. S0 alone, with reason `fallback`, while the
-    latency model is not trusted. Raises FieldError for an unknown utility.
+    Extra rows come in the order of `params.utility`, ties in the order of `ties`
+    (longest waiting first), up to the first one that does not fit. S0 alone, with
+    reason `fallback`, while the latency model is not trusted. Raises FieldError for
+    an unknown utility.
     """
     if step.params.utility not in _RANKINGS:
         accepted = "one of " + ", ".join(_RANKINGS)
@@ -45,6 +48,8 @@ def plan_within(
     kv_tokens = step_kv_tokens(step, baseline)
     baseline_ms = predict_ms(step.model, len(baseline), kv_tokens)
     budget_ms, min_slack_ms = budget_rule(step, baseline_ms)
+    if ties is not waiting_order:
+        order = ties(step)
     rows, predicted_ms = _fill(step, order, baseline, kv_tokens, budget_ms)
     return AdmissionPlan(
         rows=rows,

@@ -38,8 +38,9 @@ Vector = list[float]
 _SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
 _PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
 _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
-# What GET /taper/state says besides: its `latency_model` can be used as a profile.
-_IGNORED_KEYS = ("trusted", "mape", "num_samples")
+# A profile may also say this to the simulator; or be what GET /taper/state says.
+SIMULATOR_KEYS = ("source", "prefill", "group_ms", "max_kv_tokens", "chunk_tokens")
+_IGNORED_KEYS = ("trusted", "mape", "num_samples", *SIMULATOR_KEYS)
 
 
 def bucket_rows(rows: int, graph_buckets: Sequence[int]) -> int:

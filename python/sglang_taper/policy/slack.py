@@ -113,6 +113,12 @@ def step_slack(view: StepView, baseline_ms: float) -> float | None:
     return None if worst_ms == math.inf else reported_slack_ms(worst_ms, worst_tpot_ms)
 
 
+def published_slack(view: StepView) -> float:
+    """Smallest slack of all requests, lost ones included (TAPER section 3)."""
+    definition = view.params.deadline
+    return min(deadline_ms(r, definition) for r in view.requests) - view.now_ms
+
+
 def _with_stalls(step_ms: float, stall_share: float) -> float:
     """Mean time between two steps of `step_ms` when prefills take `stall_share`."""
     return step_ms / (1 - stall_share) if stall_share < 1 else math.inf

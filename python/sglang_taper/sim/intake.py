@@ -1,0 +1,167 @@
+"""The queue in front of the decode batch: arrivals, places, prefills.
+
+Prefill takes admitted requests in order, in chunks. A new request is admitted when a
+place is free and its prompt and all its tokens fit into the KV pool; nothing is ever
+retracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang_taper.policy.state import RequestState
+from sglang_taper.policy.types import PolicyParams
+from sglang_taper.sim.machine import Machine
+from sglang_taper.sim.programs import RunningPath, RunningRequest
+from sglang_taper.workload.requests import PlannedRequest
+
+JOINS = ("kv", "tree", "text")
+
+
+class EngineOptions(msgspec.Struct, frozen=True):
+    """How the engine around the policy is set up.
+
+    `max_requests`: requests with a place, however wide. `max_rows`: branches with a
+    place, deferred ones too, as a server's `--max-running-requests` counts; then forks
+    and joins queue like new requests, and a fork is admitted whole. `joins`: what a
+    join computes again, nothing (`kv`: branches are concatenated in the KV pool), all
+    but the first branch (`tree`: what our server finds in its radix tree), or all
+    branches (`text`: a client on a stock server). `prefill_hold_ms`: a prefill waits
+    until its oldest request has waited so long, or nothing runs. `sees_stalls` False:
+    the policy is told that prefills take no time.
+    """
+
+    max_requests: float = math.inf
+    max_rows: float = math.inf
+    joins: str = "kv"
+    prefill_hold_ms: float = 0.0
+    sees_stalls: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A new request, or (`path`) one that goes on: after a join, or with a fork.
+
+    `num_tokens` to prefill, of which `tokens_left` are not yet; `num_rows` it will
+    take; `since_ms` it waits.
+    """
+
+    request: RunningRequest
+    num_tokens: int
+    since_ms: float
+    path: RunningPath | None = None
+    num_rows: int = 1
+    tokens_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens_left = self.num_tokens
+
+
+class Intake:
+    """Requests from their arrival to the end of their prefill."""
+
+    def __init__(
+        self,
+        requests: Sequence[PlannedRequest],
+        params: PolicyParams,
+        machine: Machine,
+        options: EngineOptions,
+        concurrency: int | None,
+    ) -> None:
+        self.params, self.machine, self.options = params, machine, options
+        self.is_closed = concurrency is not None
+        self.sent: list[RunningRequest] = []
+        self.resident: list[RunningRequest] = []
+        self.waiting: deque[Entry] = deque()
+        self.prefilling: deque[Entry] = deque()
+        self._to_come = deque(requests)
+        self._num_idle_clients = concurrency or 0
+        self._kv_tokens = 0
+
+    @property
+    def next_arrival_ms(self) -> float | None:
+        """When the next request comes, if it does not wait for a client."""
+        return self._to_come[0].arrival_ms if self._to_come else None
+
+    def arrive(self, now_ms: float) -> None:
+        """Queue all requests that have arrived by `now_ms`."""
+        while self._to_come:
+            is_due = self._num_idle_clients > 0
+            if not self.is_closed:
+                is_due = self._to_come[0].arrival_ms <= now_ms
+            if not is_due:
+                return
+            planned = self._to_come.popleft()
+            self._num_idle_clients -= self.is_closed
+            arrival_ms = now_ms if self.is_closed else planned.arrival_ms
+            state = RequestState(
+                str(len(self.sent)),
+                arrival_ms,
+                self.params.ttft_slo_ms,
+                self.params.tpot_slo_ms,
+            )
+            request = RunningRequest(planned, state, arrival_ms)
+            self.sent.append(request)
+            prompt_tokens = planned.shape.prompt_tokens
+            self.waiting.append(Entry(request, prompt_tokens, arrival_ms))
+
+    def go_on(self, entry: Entry) -> None:
+        """A request that has its place, but where rows are counted must queue again."""
+        if self.options.max_rows < math.inf:
+            self.waiting.append(entry)
+        else:
+            self.prefilling.append(entry)
+
+    def admit(self, num_rows: int) -> None:
+        """Move what fits to the prefill queue; `num_rows` are in the decode batch."""
+        while self.waiting:
+            entry = self.waiting[0]
+            is_new = entry.path is None
+            taken = num_rows + sum(other.num_rows for other in self.prefilling)
+            fits_rows = taken + entry.num_rows <= self.options.max_rows
+            if not (fits_rows or taken == 0) or (is_new and not self._has_place(entry)):
+                return
+            if is_new:
+                self._kv_tokens += entry.request.num_kv_tokens
+                self.resident.append(entry.request)
+            self.prefilling.append(self.waiting.popleft())
+
+    def _has_place(self, entry: Entry) -> bool:
+        if len(self.resident) >= self.options.max_requests:
+            return False
+        tokens = self._kv_tokens + entry.request.num_kv_tokens
+        return tokens <= self.machine.max_kv_tokens or not self.resident
+
+    def retire(self, request: RunningRequest) -> None:
+        """It has ended: its place and its client are free."""
+        self.resident.remove(request)
+        self._kv_tokens -= request.num_kv_tokens
+        self._num_idle_clients += self.is_closed
+
+    def may_prefill(self, now_ms: float, is_decoding: bool) -> bool:
+        if not self.prefilling:
+            return False
+        hold_ms = self.options.prefill_hold_ms
+        if not hold_ms or not is_decoding:
+            return True
+        return now_ms - self.prefilling[0].since_ms >= hold_ms
+
+    def take_chunk(self) -> tuple[int, list[Entry]]:
+        """The tokens of the next prefill step, and the entries it completes."""
+        room, done = self.machine.chunk_tokens, []
+        for entry in self.prefilling:
+            taken = min(room, entry.tokens_left)
+            entry.tokens_left -= taken
+            room -= taken
+            if entry.tokens_left == 0:
+                done.append(entry)
+            if room == 0:
+                break
+        for _ in done:
+            self.prefilling.popleft()
+        return self.machine.chunk_tokens - room, done
