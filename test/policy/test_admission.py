@@ -65,7 +65,9 @@ def test_a_name_can_be_taken_only_once() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(FieldError, match=r"'tapir'.*cap, eager, ledger, off, taper, taper-paper"):
+    with pytest.raises(
+        FieldError, match=r"'tapir'.*cap, eager, ledger, off, taper, taper-paper"
+    ):
         make_policy("tapir")
 
 
