@@ -6,6 +6,7 @@ The ranges are those of the settings that give the parameters their first values
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from sglang_taper.config import NO_POLICY, TaperConfig, checked
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.admission import make_policy
 from sglang_taper.policy.types import PolicyParams
+from sglang_taper.ranges import word_or_number
 
 # Parameter of a running policy -> the setting that gives its first value.
 _PARAM_SETTINGS = {
@@ -23,11 +25,13 @@ _PARAM_SETTINGS = {
     "utility": "branch_utility",
     "ttft_slo_ms": "ttft_slo_ms",
     "tpot_slo_ms": "tpot_slo_ms",
+    "prefill_hold_s": "prefill_hold_s",
 }
-_JSON_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+_JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),
     float: ((int, float), "a number"),
     str: ((str,), "a string"),
+    word_or_number: ((str, int, float), ""),
 }
 
 
@@ -70,7 +74,7 @@ def _checked_param(name: str, value: object) -> object:
         return None
     types, shown = _JSON_TYPES[f.metadata["kind"]]
     if isinstance(value, bool) or not isinstance(value, types):
-        raise FieldError(name, value, shown)
+        raise FieldError(name, value, shown or str(f.metadata["accepted"]))
     if value == NO_POLICY and name == "policy":
         reason = "engine hooks exist only from start-up on; use off or eager"
         raise FieldError(name, value, reason)

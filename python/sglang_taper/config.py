@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_taper.errors import FieldError
+from sglang_taper.policy.prefill import AUTO, AUTO_TTFT_SHARE, OFF
 from sglang_taper.policy.types import PolicyParams
+from sglang_taper.ranges import Range, WordsOrRange, word_or_number
 
 ENV_PREFIX = "SGLANG_TAPER_"
 NO_POLICY = "none"
@@ -25,25 +27,8 @@ UTILITIES = ("linear", "concave", "priority", "age", "need", "finishing")
 ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
 
 
-@dataclass(frozen=True)
-class Range:
-    """An open-ended numeric range, `low < x` or `low <= x`, and `x <= high`."""
-
-    low: float
-    high: float
-    include_low: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        above = value >= self.low if self.include_low else value > self.low
-        return above and value <= self.high
-
-    def __str__(self) -> str:
-        relation = "at least" if self.include_low else "above"
-        return f"{relation} {self.low:g} and at most {self.high:g}"
-
-
 def _setting(
-    default: Any, help: str, accepted: Any, kind: type = str, metavar: str | None = None
+    default: Any, help: str, accepted: Any, kind: Any = str, metavar: str | None = None
 ) -> Any:
     meta = {"help": help, "accepted": accepted, "kind": kind, "metavar": metavar}
     return field(default=default, metadata=meta)
@@ -126,6 +111,16 @@ class TaperConfig:
         float,
     )
 
+    prefill_hold_s: str | float = _setting(
+        OFF,
+        "Prefill coalescing: hold prefills until one has waited for so many seconds "
+        "or nothing decodes, then run all that wait. auto: "
+        f"{AUTO_TTFT_SHARE:g} of the request's TTFT target.",
+        WordsOrRange((OFF, AUTO), Range(0, 60)),
+        word_or_number,
+        metavar="{off,auto,SECONDS}",
+    )
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
@@ -147,6 +142,7 @@ class TaperConfig:
             utility=self.branch_utility,
             ttft_slo_ms=self.ttft_slo_ms,
             tpot_slo_ms=self.tpot_slo_ms,
+            prefill_hold_s=self.prefill_hold_s,
         )
 
 
@@ -170,7 +166,9 @@ def checked(f: Any, value: object, name: str | None = None) -> object:
         if isinstance(value, bool) or (isinstance(value, float) and converted != value):
             raise ValueError  # int(2.7) would be 2
     except (TypeError, ValueError):
-        expected = f"{kind.__name__} {accepted or ''}".strip()
+        expected = str(accepted)
+        if kind is not word_or_number:
+            expected = f"{kind.__name__} {accepted or ''}".strip()
         raise FieldError(name, value, expected) from None
     if accepted is not None and converted not in accepted:
         shown = str(accepted)
@@ -225,7 +223,7 @@ def _metavar(accepted: object, kind: type) -> str:
 
 def _help(f: Any, default: object) -> str:
     text: str = f.metadata["help"]
-    if isinstance(f.metadata["accepted"], Range):
+    if isinstance(f.metadata["accepted"], Range | WordsOrRange):
         text += f" Accepted: {f.metadata['accepted']}."
     if default is not None:
         text += f" Default: {default}."

@@ -26,6 +26,7 @@ META_KEYS = {
     "prefix_tokens_pinned",
     "prefix_tokens_evicted",
     "row_aliased",
+    "prefill_held_ms",
     "deadline_misses",
     "tpot_ms",
 }

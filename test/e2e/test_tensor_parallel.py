@@ -46,6 +46,16 @@ def test_ranks_agree_and_outputs_do_not_depend_on_the_policy(
     assert deferred["taper"] > 0
 
 
+def test_ranks_hold_prefills_and_let_them_go_at_the_same_step(
+    three_ranks: Server,
+) -> None:
+    three_ranks.set_policy(policy="eager", prefill_hold_s=0.2)
+    for _ in range(3):
+        assert len(run_all(three_ranks, mixed_requests(with_penalty=False))) == 10
+    three_ranks.set_policy(prefill_hold_s="off")
+    assert three_ranks.state()["counters"]["num_prefills_held"] > 0
+
+
 def test_the_policy_changes_on_all_ranks_while_requests_run(
     three_ranks: Server,
 ) -> None:

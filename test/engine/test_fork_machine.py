@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from fork_checks import Checker
 from fork_engine import ForkEngine
@@ -235,6 +236,11 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.1, 1.0, 2 * TTL_S)))
     def pass_time(self, seconds: float) -> None:
         self.engine.pass_time(seconds)
+
+    @rule(hold_s=st.sampled_from(("off", "auto", 0.05, 1.0)))
+    def hold_prefills(self, hold_s: str | float) -> None:
+        taper = self.engine.taper
+        taper.params = msgspec.structs.replace(taper.params, prefill_hold_s=hold_s)
 
     @rule()
     def flush(self) -> None:

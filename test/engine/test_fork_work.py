@@ -144,7 +144,7 @@ def test_a_stranger_does_not_wait_for_a_fork(engine: ForkEngine) -> None:
 def test_requests_of_an_embedding_model_are_left_alone(engine: ForkEngine) -> None:
     """SGLang makes them without our extension point, so they carry nothing of ours."""
     engine.is_generation = False
-    admission = ForkAdmission(engine, engine.taper.pins, engine.taper.counters)
+    admission = ForkAdmission(engine, engine.taper)
     queue: list[Any] = [object(), object()]
     engine.waiting_queue = queue
     with admission.prefill_pass(engine.running_batch):

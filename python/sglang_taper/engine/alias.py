@@ -61,11 +61,13 @@ def _wants_input_logprobs(req: Req) -> bool:
     return bool(req.logprob_start_len < len(req.origin_input_ids))
 
 
-def find_donor(req: Req, running: Sequence[Req], page_size: int) -> Req | None:
+def find_donor(
+    req: Req, num_matched: int, running: Sequence[Req], page_size: int
+) -> Req | None:
     """A running branch of the group that has computed all of `req` but its last
     token, where the tree's match ends in the page before that token."""
     wanted = len(req.origin_input_ids) - 1
-    if not 0 < wanted - req.prefix_len < page_size:
+    if not 0 < wanted - num_matched < page_size:
         return None
     for other in running:
         if not _is_sibling(req, other) or num_computed(other) < wanted:

@@ -49,6 +49,8 @@ class Counters(msgspec.Struct):
     num_checkpoints: int = 0
     num_siblings_held: int = 0
     num_groups_held: int = 0
+    num_prefills_held: int = 0
+    sum_prefill_held_ms: float = 0.0
     num_measured_steps: int = 0
     sum_measured_ms: float = 0.0
     sum_absolute_error: float = 0.0

@@ -1,4 +1,4 @@
-"""What happens to forks before a prefill batch is made.
+"""What happens to forks, and to prefills that are held, before a batch is made.
 
 Around SGLang's own admission: members of a group publish what new branches want,
 siblings wait for the one that computes what they share, a fork waits until it fits
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_taper.engine.adder import ForkPrefillAdder
 from sglang_taper.engine.alias import find_donor, needs_prefill, start_rows
-from sglang_taper.engine.counters import Counters
-from sglang_taper.engine.pins import PinTable
+from sglang_taper.engine.prefill_hold import PrefillHold
 from sglang_taper.engine.prefix import (
     PrefixTree,
     is_publishable,
@@ -31,15 +30,18 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 
+    from sglang_taper.engine.controller import BranchController
+
 # A sibling waits a pass for another one only when it computes fewer tokens by it than
 # the one that every branch may have to run anyway.
 MIN_TOKENS_GAINED = 2
 
 
 class ForkAdmission:
-    """One per scheduler. Does nothing to requests without a group."""
+    """One per scheduler. Without a hold, does nothing to requests without a group."""
 
-    def __init__(self, engine: Scheduler, pins: PinTable, counters: Counters) -> None:
+    def __init__(self, engine: Scheduler, taper: BranchController) -> None:
+        pins, counters = taper.pins, taper.counters
         self._engine = engine
         self._prefix = PrefixTree(engine.tree_cache)
         # An embedding model's requests are nobody's branches.
@@ -47,6 +49,7 @@ class ForkAdmission:
         self._pins = pins
         self._counters = counters
         self._room = ForkRoom(engine, self._prefix, pins, counters)
+        self._hold = PrefillHold(engine, taper)
         self._running: list[Req] = []
         self._aliased: list[Req] = []
         self._donors: dict[Req, Req] = {}
@@ -65,10 +68,13 @@ class ForkAdmission:
         self._aliased, self._donors = [], {}
         self._running = running.reqs
         before = self._engine.waiting_queue
-        if not self._may_admit(running) or not self._has_forks(before):
+        if not before or not self._may_admit(running):
             yield
             return
         visible = self._visible(running)
+        if visible is before and not self._has_forks(before):
+            yield
+            return
         hidden = set(before) - set(visible)
         self._engine.waiting_queue = visible
         try:
@@ -140,19 +146,10 @@ class ForkAdmission:
 
     def _take(self, req: Req) -> bool:
         """Whether an admitted request starts as a decode row."""
-        branch = req.taper
-        branch.is_aliased = False
-        missing = len(req.origin_input_ids) - 1 - req.prefix_len
-        if branch.group is None or branch.is_prefix_only or req.prefix_len == 0:
+        req.taper.is_aliased = False
+        is_computed, donor = self._is_computed(req, req.prefix_len)
+        if not is_computed:
             return False
-        donor = None
-        if missing:
-            # A donor could be preempted for a request admitted later in this pass.
-            if self._engine.enable_priority_preemption:
-                return False
-            donor = find_donor(req, self._running, self._engine.page_size)
-            if donor is None:
-                return False
         if needs_prefill(req):
             self._counters.num_alias_fallbacks += 1
             return False
@@ -161,9 +158,43 @@ class ForkAdmission:
         self._aliased.append(req)
         return True
 
+    def _is_computed(self, req: Req, num_matched: int) -> tuple[bool, Req | None]:
+        """Whether a branch lacks its last token only, and the running one to copy a
+        partly filled page from, where one is needed."""
+        branch = req.taper
+        if branch.group is None or branch.is_prefix_only or num_matched == 0:
+            return False, None
+        if num_matched == len(req.origin_input_ids) - 1:
+            return True, None
+        # A donor could be preempted for a request admitted later in this pass.
+        if self._engine.enable_priority_preemption:
+            return False, None
+        donor = find_donor(req, num_matched, self._running, self._engine.page_size)
+        return donor is not None, donor
+
+    def _starts_at_once(self, req: Req, prompt: Prompt | None) -> bool:
+        """Whether `_take` will take it, should it be admitted."""
+        if prompt is None or needs_prefill(req):
+            return False
+        return self._is_computed(req, prompt.num_matched)[0]
+
     # -- who may be admitted in this pass
 
     def _visible(self, running: ScheduleBatch) -> list[Req]:
+        queue = self._engine.waiting_queue
+        if self._hold.keeps_all(queue, running):
+            return []
+        prompts: dict[Req, Prompt] = {}
+        if self._has_forks(queue):
+            queue, prompts = self._visible_forks(running)
+        return self._hold.admissible(
+            queue, running, lambda req: self._starts_at_once(req, prompts.get(req))
+        )
+
+    def _visible_forks(
+        self, running: ScheduleBatch
+    ) -> tuple[list[Req], dict[Req, Prompt]]:
+        """The queue without those who wait for a sibling or for room; the matches."""
         engine = self._engine
         engine.policy.calc_priority(
             engine.waiting_queue,
@@ -177,7 +208,7 @@ class ForkAdmission:
         if not engine.enable_priority_preemption:
             # With preemption SGLang makes room for whoever has the priority.
             queue = self._room.admissible(prompts, waiting, running)
-        return [req for req in queue if req not in waiting]
+        return [req for req in queue if req not in waiting], prompts
 
     def _match_all(self, running: ScheduleBatch) -> dict[Req, Prompt]:
         prompts = {}

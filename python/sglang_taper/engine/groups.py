@@ -99,6 +99,7 @@ class Branch:
         "fork",
         "group",
         "is_aliased",
+        "is_let_go",
         "is_probed",
         "meta",
         "num_copied",
@@ -107,7 +108,9 @@ class Branch:
         "num_prefilled",
         "num_recomputed",
         "num_shared",
+        "prefill_held_ms",
         "prefilled",
+        "seen_ms",
         "state",
         "waits_for_page",
     )
@@ -126,6 +129,10 @@ class Branch:
         self.is_probed = False
         self.waits_for_page = False
         self.is_aliased = False
+        # When its prefill was first looked at, and how long it was held.
+        self.seen_ms: float | None = None
+        self.is_let_go = False
+        self.prefill_held_ms = 0.0
         self.num_shared = 0
         self.num_recomputed = 0
         self.num_evicted = 0

@@ -27,6 +27,8 @@ COUNTERS = {
     "num_checkpoints": "Times a running branch was put into the tree for a fork.",
     "num_siblings_held": "Passes in which a branch waited for its sibling's prefill.",
     "num_groups_held": "Passes in which a fork waited until it fits as a whole.",
+    "num_prefills_held": "Requests whose prefill was held (--prefill-hold-s).",
+    "sum_prefill_held_ms": "Milliseconds for which prefills were held, summed.",
 }
 GAUGES = {
     "live_groups": "Requests with a living branch.",
@@ -44,7 +46,7 @@ class StepMetrics:
     def __init__(self, enabled: bool) -> None:
         self._counters: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
-        self._last: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._last: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         if enabled:
             self._create()
 

@@ -124,6 +124,7 @@ def describe_branch(branch: Branch, policy: str) -> dict[str, Any]:
         "tokens_prefilled": branch.num_prefilled,
         "tokens_copied": branch.num_copied,
         "row_aliased": branch.is_aliased,
+        "prefill_held_ms": branch.prefill_held_ms,
         "deadline_misses": request.deadline_misses,
         "tpot_ms": tpot_ms(request),
     }

@@ -58,7 +58,7 @@ class TaperScheduler(Scheduler):
         self._attention = attention.shared_prefix_backend(self.tp_worker.model_runner)
         self._shared_tokens = attention.SharedTokens(self._attention)
         self.taper = self._make_controller(load_config())
-        self._forks = ForkAdmission(self, self.taper.pins, self.taper.counters)
+        self._forks = ForkAdmission(self, self.taper)
         self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
         self._request_dispatcher += TypeBasedDispatcher(
             [
@@ -197,7 +197,8 @@ class TaperScheduler(Scheduler):
 
     def _poll_timeout_aborts(self) -> list[Any]:
         messages: list[Any] = super()._poll_timeout_aborts()
-        if self.taper.clock.shared and not self.running_batch.is_empty():
+        # A prefill just launched joins the running batch within this iteration.
+        if self.taper.clock.shared and (self.running_batch.reqs or self.last_batch):
             messages.append(self.taper.make_tick())
         return messages
 

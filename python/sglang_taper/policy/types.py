@@ -43,6 +43,7 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     utility: str = "linear"
     ttft_slo_ms: float = 2000.0
     tpot_slo_ms: float = 50.0
+    prefill_hold_s: str | float = "off"
 
     @property
     def slack_fraction(self) -> float:
