@@ -70,7 +70,8 @@ RULES = {
     ),
     "workload": Rule("errors", "msgspec"),
     "sim": Rule("changes errors policy workload", "msgspec"),
-    "demo": Rule("root errors frontend models protocol", "httpx rich", "torch"),
+    "server_process": Rule("errors", "httpx", "torch"),
+    "demo": Rule("root errors frontend models protocol server_process", "httpx rich"),
     "demo/program.py": Rule("frontend", "sglang sglang.lang"),
     # entry points: light themselves, everything else inside functions
     "__init__": Rule("frontend"),

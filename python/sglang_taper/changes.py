@@ -26,6 +26,7 @@ _PARAM_SETTINGS = {
     "ttft_slo_ms": "ttft_slo_ms",
     "tpot_slo_ms": "tpot_slo_ms",
     "prefill_hold_s": "prefill_hold_s",
+    "test_step_cost_ms": "test_step_cost_ms",
 }
 _JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),

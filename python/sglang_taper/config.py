@@ -120,6 +120,13 @@ class TaperConfig:
         word_or_number,
         metavar="{off,auto,SECONDS}",
     )
+    test_step_cost_ms: float = _setting(
+        0.0,
+        "For tests and benchmarks that say so: milliseconds that the scheduler sleeps "
+        "before each decode step, a fixed cost that the machine does not have.",
+        Range(0, 1000, include_low=True),
+        float,
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -143,6 +150,7 @@ class TaperConfig:
             ttft_slo_ms=self.ttft_slo_ms,
             tpot_slo_ms=self.tpot_slo_ms,
             prefill_hold_s=self.prefill_hold_s,
+            test_step_cost_ms=self.test_step_cost_ms,
         )
 
 

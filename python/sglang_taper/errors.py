@@ -4,6 +4,8 @@ TaperError
 ├── FieldError            a value from outside is not acceptable (HTTP 400, exit code 2)
 │   └── UnsupportedMode   the server was asked for a mode we refuse
 ├── HookError             SGLang is not what our hooks were written against
+├── ServerProcessError    a server we started does not serve, or can not be ended
+│   └── ServerEnded       it is gone
 └── ModelUnavailable      the embedded model can not be built or found
 """
 
@@ -33,3 +35,11 @@ class HookError(TaperError):
 
 class ModelUnavailable(TaperError):
     """The embedded model is neither in the cache nor obtainable."""
+
+
+class ServerProcessError(TaperError):
+    """A server that a command started does not serve, or can not be ended."""
+
+
+class ServerEnded(ServerProcessError):
+    """The server that a command started is gone."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_taper.demo.load import QUICK, make_mix
-from sglang_taper.demo.server import session_members
+from sglang_taper.server_process import session_members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -190,7 +190,7 @@ def test_a_killed_scheduler_ends_the_demo_with_one_sentence(tmp_path, profile):
         assert demo.process.wait(60) == 1
         assert demo.members() == {}
         (sentence,) = demo.stderr.splitlines()
-        assert "the server ended while the demo was running" in sentence
+        assert "the server ended while it was needed" in sentence
         assert "Traceback" not in demo.stdout
         log = Path(sentence.rpartition(" ")[2])
         assert log.stat().st_size > 0

@@ -9,9 +9,5 @@ class DemoError(TaperError):
     """The demo can not go on; the message is one sentence for its user."""
 
 
-class ServerEnded(DemoError):
-    """The server that the demo started is gone."""
-
-
 class ProgramError(DemoError):
     """The forking program failed, most likely because the server did."""

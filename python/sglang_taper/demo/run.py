@@ -14,8 +14,9 @@ from rich.console import Console
 from sglang_taper.demo.errors import DemoError
 from sglang_taper.demo.options import DemoOptions
 from sglang_taper.demo.play import play
-from sglang_taper.demo.server import DemoServer
+from sglang_taper.errors import ServerProcessError
 from sglang_taper.frontend.client import ServerError
+from sglang_taper.server_process import ServerProcess
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long the end of the server may lag behind the first broken request, and how
@@ -36,7 +37,7 @@ async def _guarded(options: DemoOptions) -> int:
     with _cancelled_by_signals() as received:
         try:
             await _play_on_server(options)
-        except (DemoError, ServerError) as error:
+        except (DemoError, ServerError, ServerProcessError) as error:
             print(f"sglang-taper demo: error: {error}", file=sys.stderr)
             return 1
         except asyncio.CancelledError:
@@ -73,7 +74,7 @@ async def _play_on_server(options: DemoOptions) -> None:
         await play(options, options.url.rstrip("/"), console)
         return
     console.print(f"Starting a server for {options.model_path}", highlight=False)
-    server = DemoServer(options.model_path, options.server_flags)
+    server = ServerProcess(options.model_path, options.server_flags)
     finished = False
     try:
         await server.ready(lambda line: console.print(line, highlight=False))
@@ -89,7 +90,7 @@ def _is_cancelled() -> bool:
     return isinstance(sys.exc_info()[1], asyncio.CancelledError)
 
 
-async def _while_alive(server: DemoServer, work: Coroutine[Any, Any, None]) -> None:
+async def _while_alive(server: ServerProcess, work: Coroutine[Any, Any, None]) -> None:
     """Await `work`, but no longer than the server lives."""
     playing = asyncio.create_task(work)
     watching = asyncio.create_task(server.ended())

@@ -178,6 +178,9 @@ class BranchController:
         )
         self._in_flight.append(step)
         self._learn(self.timer.launched(step, after_idle))
+        if is_decode and self.params.test_step_cost_ms:
+            # After the step's time has begun: it is to look like the step's own.
+            time.sleep(self.params.test_step_cost_ms / 1000)
 
     def result_ready(self) -> None:
         """The results of the oldest launched batch have arrived on the host."""

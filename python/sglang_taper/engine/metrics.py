@@ -36,6 +36,7 @@ GAUGES = {
     "pinned_tokens": "Tokens under these locks, summed over them.",
     "stall_share": "Share of busy time that is not decode steps.",
     "latency_model_mape": "Mean absolute relative error of the step-latency model.",
+    "latency_model_drifts": "Times the engine was found to have changed its speed.",
     "latency_model_trusted": "1 when plans use the step-latency model, else 0.",
 }
 
@@ -80,5 +81,6 @@ def _gauge_values(controller: BranchController) -> dict[str, float]:
         "pinned_tokens": controller.pins.num_tokens,
         "stall_share": controller.timer.stall_share,
         "latency_model_mape": controller.model.mape or 0.0,
+        "latency_model_drifts": controller.model.num_drifts,
         "latency_model_trusted": float(controller.model.trusted),
     }

@@ -62,6 +62,7 @@ def describe_model(controller: BranchController) -> dict[str, Any]:
     described: dict[str, Any] = msgspec.to_builtins(model.coefficients())
     described["mape"] = model.mape
     described["num_samples"] = model.num_samples
+    described["num_drifts"] = model.num_drifts
     return described
 
 

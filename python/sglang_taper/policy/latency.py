@@ -11,10 +11,9 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import combinations
-from operator import mul
 
 from sglang_taper.errors import FieldError
+from sglang_taper.policy.latency_fit import Sample, Vector, dot, robust_fit, sample_of
 from sglang_taper.policy.types import LatencyCoefficients
 
 # Anything outside is a broken clock, and its square would leave the float range.
@@ -26,21 +25,14 @@ HEALTH_WINDOW = 64
 MAX_MAPE, GOOD_MAPE = 0.30, 0.20
 # The engine has changed when most recent predictions are this wrong on one side.
 DRIFT_ERROR, DRIFT_WINDOW, DRIFT_EXCEPTIONS = 0.25, 16, 3
-# Pull towards the previous coefficients, as a share of a well-determined direction's
-# weight: about what 3 % of noise over 256 steps tells about a coefficient that drifts
-# by 5 %. Directions the window determines ignore it; the others (always the same
-# number of rows) stay where they were.
-RIDGE, FIRST_RIDGE = 1e-3, 1e-9
-# Samples off by this many times the median error are left out of the fit.
-OUTLIER_FACTOR, OUTLIER_FLOOR = 4.0, 0.005
 
-Vector = list[float]
-_SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
 _PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
 _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
-# A profile may also say this to the simulator; or be what GET /taper/state says.
+# A profile may also say this to the simulator; or how it came about; or be what
+# GET /taper/state says.
 SIMULATOR_KEYS = ("source", "prefill", "group_ms", "max_kv_tokens", "chunk_tokens")
-_IGNORED_KEYS = ("trusted", "mape", "num_samples", *SIMULATOR_KEYS)
+_STATE_KEYS = ("trusted", "mape", "num_samples", "num_drifts")
+_IGNORED_KEYS = (*_STATE_KEYS, "calibration", *SIMULATOR_KEYS)
 
 
 def bucket_rows(rows: int, graph_buckets: Sequence[int]) -> int:
@@ -73,8 +65,9 @@ class StepLatencyModel:
     ) -> None:
         self.shared_read_once = shared_read_once
         self.graph_buckets = tuple(graph_buckets)
-        # (1, rows, kv_tokens) / T of each step in the window, so the target is 1.
-        self._samples: deque[tuple[float, float, float]] = deque(maxlen=window)
+        # Times that the engine was found to have changed its speed.
+        self.num_drifts = 0
+        self._samples: deque[Sample] = deque(maxlen=window)
         self._errors: deque[float] = deque(maxlen=HEALTH_WINDOW)
         self._fitted: Vector | None = None
         self._healthy = True
@@ -129,7 +122,7 @@ class StepLatencyModel:
             self._errors.append(self.predict(rows, kv_tokens) / step_ms - 1)
             self._update_health()
         rows = bucket_rows(rows, self.graph_buckets)
-        self._samples.append((1 / step_ms, rows / step_ms, kv_tokens / step_ms))
+        self._samples.append(sample_of(rows, kv_tokens, step_ms))
         self._until_refit -= 1
         self._until_drift -= 1
         self._follow_drift()
@@ -157,16 +150,17 @@ class StepLatencyModel:
         recent = self._drifted_samples()
         if len(recent) < DRIFT_WINDOW - DRIFT_EXCEPTIONS or self._fitted is None:
             return
-        predictions = sorted(_dot(self._fitted, sample) for sample in recent)
+        predictions = sorted(dot(self._fitted, sample) for sample in recent)
         median = predictions[len(predictions) // 2]
         if median > 0:
             self._fitted = [value / median for value in self._fitted]
         self._samples.clear()
         self._samples.extend(recent)
+        self.num_drifts += 1
         self._until_drift = DRIFT_WINDOW
         self._until_refit = 0
 
-    def _drifted_samples(self) -> list[tuple[float, float, float]]:
+    def _drifted_samples(self) -> list[Sample]:
         """Of the recent steps those mispredicted badly, on the side most are on."""
         samples = list(self._samples)[-DRIFT_WINDOW:]
         pairs = list(zip(samples, list(self._errors)[-DRIFT_WINDOW:], strict=True))
@@ -175,15 +169,8 @@ class StepLatencyModel:
         return max(slower, faster, key=len)
 
     def _refit(self) -> None:
-        samples = list(self._samples)
-        fitted = _fit(samples, self._fitted)
-        errors = [abs(_dot(fitted, sample) - 1) for sample in samples]
-        limit = OUTLIER_FACTOR * sorted(errors)[len(errors) // 2]
-        limit = max(limit, OUTLIER_FLOOR)
-        kept = [s for s, error in zip(samples, errors, strict=True) if error <= limit]
-        if len(kept) < len(samples):
-            fitted = _fit(kept, self._fitted)
-        self._fitted, self._coefficients = fitted, None
+        self._fitted = robust_fit(list(self._samples), self._fitted)
+        self._coefficients = None
         self._until_refit = REFIT_EVERY
 
     def to_profile(self) -> dict[str, object]:
@@ -235,65 +222,3 @@ def _profile_buckets(value: object) -> tuple[int, ...]:
         accepted = "a list of ascending positive integers"
         raise FieldError("latency_profile.graph_buckets", value, accepted)
     return tuple(buckets)
-
-
-def _dot(x: Sequence[float], y: Sequence[float]) -> float:
-    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2]
-
-
-def _fit(samples: list[tuple[float, float, float]], prior: Vector | None) -> Vector:
-    """Non-negative least squares of `coefficients . sample = 1`, near `prior`.
-
-    Each variable is scaled to mean square 1, so the ridge means the same for a row
-    and for a token. A variable that is 0 throughout keeps its prior.
-    """
-    count, columns = len(samples), list(zip(*samples, strict=True))
-    scale = [math.sqrt(sum(map(mul, x, x)) / count) for x in columns]
-    used = [j for j in range(3) if scale[j] > 0]
-    ridge = FIRST_RIDGE if prior is None else RIDGE
-    start = prior or [0.0, 0.0, 0.0]
-    gram = [[0.0] * 3 for _ in range(3)]
-    target = [0.0] * 3
-    for j in used:
-        target[j] = sum(columns[j]) / count / scale[j] + ridge * start[j] * scale[j]
-        for k in used:
-            products = sum(map(mul, columns[j], columns[k]))
-            gram[j][k] = products / count / scale[j] / scale[k]
-        gram[j][j] += ridge
-    solution = _non_negative(gram, target, used)
-    return [solution[j] / scale[j] if j in used else start[j] for j in range(3)]
-
-
-def _non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:
-    """Minimum of x.gram.x - 2 x.target over x >= 0, by trying every active set.
-
-    With every entry of the active set solved for, the objective is -x.target. If no
-    bound is active the first set tried is the minimum.
-    """
-    best, best_gain = [0.0] * 3, 0.0
-    for active in _SUBSETS:
-        if not set(active) <= set(used):
-            continue
-        x = _solve(gram, target, active)
-        gain = _dot(x, target)
-        if min(x) >= 0 and gain > best_gain:
-            best, best_gain = x, gain
-            if len(active) == len(used):
-                break
-    return best
-
-
-def _solve(gram: list[Vector], target: Vector, active: Sequence[int]) -> Vector:
-    """Solve the positive definite system restricted to `active`; 0 elsewhere."""
-    rows = [[gram[j][k] for k in active] + [target[j]] for j in active]
-    size = len(rows)
-    for pivot in range(size):
-        for below in range(pivot + 1, size):
-            factor = rows[below][pivot] / rows[pivot][pivot]
-            for k in range(pivot, size + 1):
-                rows[below][k] -= factor * rows[pivot][k]
-    x = [0.0] * 3
-    for i in reversed(range(size)):
-        known = sum(rows[i][k] * x[active[k]] for k in range(i + 1, size))
-        x[active[i]] = (rows[i][size] - known) / rows[i][i]
-    return x

@@ -44,6 +44,7 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_slo_ms: float = 2000.0
     tpot_slo_ms: float = 50.0
     prefill_hold_s: str | float = "off"
+    test_step_cost_ms: float = 0.0
 
     @property
     def slack_fraction(self) -> float:

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from sglang_taper.demo import server as demo_server
-from sglang_taper.demo.errors import ServerEnded
-from sglang_taper.demo.server import DemoServer, session_members
+from sglang_taper import server_process
+from sglang_taper.errors import ServerEnded
+from sglang_taper.server_process import ServerProcess, session_members
 
 # A parent that ignores SIGTERM, and a child that renamed itself as SGLang's do.
 STUBBORN = """
@@ -27,21 +27,21 @@ time.sleep(600)
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """Start `code` as the server of a demo."""
+    """Start `code` as a server."""
     started = []
-    monkeypatch.setattr(demo_server, "has_gpu", lambda: False)
-    monkeypatch.setattr(demo_server, "TERMINATE_S", 0.5)
-    monkeypatch.setattr(demo_server.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(server_process, "has_gpu", lambda: False)
+    monkeypatch.setattr(server_process, "TERMINATE_S", 0.5)
+    monkeypatch.setattr(server_process.tempfile, "tempdir", str(tmp_path))
 
-    def start(code: str) -> DemoServer:
+    def start(code: str) -> ServerProcess:
         real = subprocess.Popen
 
         def stand_in(command, **kwargs):
             return real([sys.executable, "-c", code], **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(demo_server.subprocess, "Popen", stand_in)
-            started.append(DemoServer("smollm2"))
+            patch.setattr(server_process.subprocess, "Popen", stand_in)
+            started.append(ServerProcess("smollm2"))
         return started[-1]
 
     yield start

@@ -1,4 +1,4 @@
-"""The server of a demo: started in a session of its own, watched, and ended."""
+"""A server that a command needs: in a session of its own, watched, and ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from sglang_taper.demo.errors import DemoError, ServerEnded
+from sglang_taper.errors import ServerEnded, ServerProcessError
 
 # Enough for the mix, and quick to allocate; a GPU keeps SGLang's own sizes.
 CPU_FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "64")
@@ -28,7 +28,7 @@ KILL_S = 10
 SHOWN_LOG_LINES = 15
 
 
-class DemoServer:
+class ServerProcess:
     """A server process with everything it spawned, and its log."""
 
     def __init__(self, model_path: str, flags: Sequence[str] = ()) -> None:
@@ -38,7 +38,7 @@ class DemoServer:
         command = [sys.executable, "-m", "sglang_taper.launch_server"]
         command += ["--model-path", model_path, "--port", str(port)]
         command += ["--sleep-on-idle", *([] if has_gpu() else CPU_FLAGS), *flags]
-        handle, name = tempfile.mkstemp(prefix="sglang-taper-demo-", suffix=".log")
+        handle, name = tempfile.mkstemp(prefix="sglang-taper-server-", suffix=".log")
         self.log = Path(name)
         try:
             # Its own session: Ctrl-C in the terminal reaches only us, and whatever
@@ -60,7 +60,8 @@ class DemoServer:
     async def ready(self, note: Callable[[str], None]) -> None:
         """Wait until it serves; `note` gets a line now and then.
 
-        Raises ServerEnded with the end of its log, or DemoError after 15 minutes.
+        Raises ServerEnded with the end of its log, else ServerProcessError after
+        15 minutes.
         """
         began = time.monotonic()
         noted_s = 0.0
@@ -70,7 +71,9 @@ class DemoServer:
                 if self._process.poll() is not None:
                     raise ServerEnded(self._start_failure())
                 if elapsed_s > START_TIMEOUT_S:
-                    raise DemoError(f"the server did not become ready: {self.log}")
+                    raise ServerProcessError(
+                        f"the server did not become ready: {self.log}"
+                    )
                 if elapsed_s >= noted_s + NOTE_EVERY_S:
                     noted_s = elapsed_s
                     note(f"  still starting after {elapsed_s:.0f} s")
@@ -88,21 +91,23 @@ class DemoServer:
         while self._process.poll() is None:
             await asyncio.sleep(POLL_S)
         raise ServerEnded(
-            f"the server ended while the demo was running "
+            f"the server ended while it was needed "
             f"({_exit_words(self._process.returncode)}); its log is {self.log}"
         )
 
     def stop(self, keep_log: bool) -> None:
         """End every process of its session and check that none is left.
 
-        Blocks for a few seconds. Raises DemoError naming what could not be ended.
+        Blocks for a few seconds. Raises ServerProcessError naming what is left.
         """
         _signal_session(self.session, signal.SIGTERM)
         if self._wait_until_gone(TERMINATE_S):
             _signal_session(self.session, signal.SIGKILL)
             if left := self._wait_until_gone(KILL_S):
                 names = ", ".join(f"{pid} ({name})" for pid, name in left.items())
-                raise DemoError(f"processes of the server could not be ended: {names}")
+                raise ServerProcessError(
+                    f"processes of the server could not be ended: {names}"
+                )
         if not keep_log:
             self.log.unlink(missing_ok=True)
 

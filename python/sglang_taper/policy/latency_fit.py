@@ -1,0 +1,105 @@
+"""Coefficients of `T = a + b*rows + c*kv_tokens` from steps that were timed.
+
+Least squares on relative errors, never negative, robust against steps that took many
+times too long. Used by the online model and by `sglang-taper calibrate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from operator import mul
+
+# Pull towards the previous coefficients, as a share of a well-determined direction's
+# weight: about what 3 % of noise over 256 steps tells about a coefficient that drifts
+# by 5 %. Directions the window determines ignore it; the others (always the same
+# number of rows) stay where they were.
+RIDGE, FIRST_RIDGE = 1e-3, 1e-9
+# Samples off by this many times the median error are left out of the fit.
+OUTLIER_FACTOR, OUTLIER_FLOOR = 4.0, 0.005
+
+Vector = list[float]
+# (1, rows, kv_tokens) / T of a step: the target of every prediction is 1.
+Sample = tuple[float, float, float]
+_SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
+
+
+def sample_of(rows: int, kv_tokens: int, step_ms: float) -> Sample:
+    """A step as the fit sees it; `rows` rounded up to a graph bucket, if any."""
+    return (1 / step_ms, rows / step_ms, kv_tokens / step_ms)
+
+
+def robust_fit(samples: list[Sample], prior: Vector | None = None) -> Vector:
+    """`[a, b, c]` for `samples` (at least one), without those far off the others.
+
+    Where they do not determine a coefficient it stays at `prior`.
+    """
+    fitted = _fit(samples, prior)
+    errors = [abs(dot(fitted, sample) - 1) for sample in samples]
+    limit = OUTLIER_FACTOR * sorted(errors)[len(errors) // 2]
+    limit = max(limit, OUTLIER_FLOOR)
+    kept = [s for s, error in zip(samples, errors, strict=True) if error <= limit]
+    return _fit(kept, prior) if len(kept) < len(samples) else fitted
+
+
+def dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2]
+
+
+def _fit(samples: list[Sample], prior: Vector | None) -> Vector:
+    """Non-negative least squares of `coefficients . sample = 1`, near `prior`.
+
+    Each variable is scaled to mean square 1, so the ridge means the same for a row
+    and for a token. A variable that is 0 throughout keeps its prior.
+    """
+    count, columns = len(samples), list(zip(*samples, strict=True))
+    scale = [math.sqrt(sum(map(mul, x, x)) / count) for x in columns]
+    used = [j for j in range(3) if scale[j] > 0]
+    ridge = FIRST_RIDGE if prior is None else RIDGE
+    start = prior or [0.0, 0.0, 0.0]
+    gram = [[0.0] * 3 for _ in range(3)]
+    target = [0.0] * 3
+    for j in used:
+        target[j] = sum(columns[j]) / count / scale[j] + ridge * start[j] * scale[j]
+        for k in used:
+            products = sum(map(mul, columns[j], columns[k]))
+            gram[j][k] = products / count / scale[j] / scale[k]
+        gram[j][j] += ridge
+    solution = _non_negative(gram, target, used)
+    return [solution[j] / scale[j] if j in used else start[j] for j in range(3)]
+
+
+def _non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:
+    """Minimum of x.gram.x - 2 x.target over x >= 0, by trying every active set.
+
+    With every entry of the active set solved for, the objective is -x.target. If no
+    bound is active the first set tried is the minimum.
+    """
+    best, best_gain = [0.0] * 3, 0.0
+    for active in _SUBSETS:
+        if not set(active) <= set(used):
+            continue
+        x = _solve(gram, target, active)
+        gain = dot(x, target)
+        if min(x) >= 0 and gain > best_gain:
+            best, best_gain = x, gain
+            if len(active) == len(used):
+                break
+    return best
+
+
+def _solve(gram: list[Vector], target: Vector, active: Sequence[int]) -> Vector:
+    """Solve the positive definite system restricted to `active`; 0 elsewhere."""
+    rows = [[gram[j][k] for k in active] + [target[j]] for j in active]
+    size = len(rows)
+    for pivot in range(size):
+        for below in range(pivot + 1, size):
+            factor = rows[below][pivot] / rows[pivot][pivot]
+            for k in range(pivot, size + 1):
+                rows[below][k] -= factor * rows[pivot][k]
+    x = [0.0] * 3
+    for i in reversed(range(size)):
+        known = sum(rows[i][k] * x[active[k]] for k in range(i + 1, size))
+        x[active[i]] = (rows[i][size] - known) / rows[i][i]
+    return x
