@@ -12,36 +12,28 @@ dimensions), random values in a pool of consecutive slots or of scattered ones:
 - `prefill`: new tokens behind a cached prefix.
 
 The forms take turns; each figure is the fastest of `--repeat` calls. Then two servers
-with the default model, ours and stock SGLang, both without deferring: the time of a
-decode step of eight branches over a prefix of 2,048 tokens (from the client: what 32
-more tokens of every branch take, divided by 32), as one group, as requests of nobody
-("unshared") and in stock; and the first token of an uncached prompt of 1,024 tokens.
+with the default model (branch_step.py): a decode step of eight branches over a prefix
+of 2,048 tokens, and the first token of an uncached prompt of 1,024 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import requests
 import torch
+from branch_step import PREFIX, PROMPT, WIDTH, compare_servers
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-from sglang_taper.demo.server import DemoServer
-from sglang_taper.frontend.branch import with_branch
 from sglang_taper.ops.segments import Segment, StepLayout
 from sglang_taper.ops.torch_decode import decode, make_plan
 from sglang_taper.ops.torch_extend import extend, make_extend_plan
-from sglang_taper.protocol import BranchMeta
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 SCALE = DIM**-0.5
@@ -49,9 +41,6 @@ SCALE = DIM**-0.5
 DECODES = ((2, 2048, 64), (8, 2048, 64), (32, 2048, 64), (8, 512, 64), (16, 0, 1024))
 # cached tokens, new tokens
 PREFILLS = ((0, 1024), (512, 512), (1007, 17), (1023, 1))
-WIDTH, PREFIX, PROMPT = 8, 2048, 1024
-FEW_TOKENS, MANY_TOKENS = 8, 40
-TOKEN_IDS = range(1000, 40_000)
 HEADER = ("what", "dtype", "slots", "stock ms", "unshared ms", "ours ms")
 HEADER += ("stock / ours", "of it sharing")
 
@@ -202,81 +191,14 @@ def measure_layer(repeat: int) -> list[Figure]:
 # -- whole steps of a server
 
 
-def some_ids(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(TOKEN_IDS, k=count)
-
-
-def generate_s(
-    url: str, prompts: list[list[int]], new_tokens: int, group: str
-) -> float:
-    """Seconds that one call takes; `group` empty: requests of nobody."""
-    sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    sampling["max_new_tokens"] = new_tokens
-    params = [
-        with_branch(sampling, BranchMeta(group=group, branch=i, width=len(prompts)))
-        if group
-        else sampling
-        for i in range(len(prompts))
-    ]
-    body = {"input_ids": prompts, "sampling_params": params}
-    began = time.perf_counter()
-    requests.post(f"{url}/generate", json=body, timeout=1200).raise_for_status()
-    return time.perf_counter() - began
-
-
-def step_ms(url: str, group: str, seed: int) -> float:
-    """A decode step of `WIDTH` branches, their prefix cached before."""
-    prefix = some_ids(PREFIX, seed)
-    prompts = [[*prefix, *some_ids(8, seed + i)] for i in range(WIDTH)]
-    generate_s(url, [prefix], 1, "")
-    few, many = (
-        generate_s(url, prompts, count, group and f"{group}-{count}")
-        for count in (FEW_TOKENS, MANY_TOKENS)
-    )
-    flush(url)
-    return 1000 * (many - few) / (MANY_TOKENS - FEW_TOKENS)
-
-
-def prompt_ms(url: str, seed: int) -> float:
-    flush(url)
-    return 1000 * generate_s(url, [some_ids(PROMPT, seed)], 1, "")
-
-
-def flush(url: str) -> None:
-    while not requests.post(f"{url}/flush_cache", timeout=60).ok:
-        time.sleep(0.1)
-
-
-def measure_servers(model: str, dtype: str, repeat: int) -> list[Figure]:
-    """In turns on both servers; medians."""
-    flags = ("--dtype", dtype, "--max-total-tokens", "8192")
-    policies = {"ours": "eager", "stock": "none"}
-    servers: dict[str, DemoServer] = {}
-    try:
-        for name, policy in policies.items():
-            servers[name] = DemoServer(model, (*flags, "--branch-policy", policy))
-            asyncio.run(servers[name].ready(lambda line: print(line, file=sys.stderr)))
-        ours, stock = servers["ours"].url, servers["stock"].url
-        rounds = [
-            (
-                step_ms(stock, "", seed),
-                step_ms(ours, "", seed),
-                step_ms(ours, f"g{seed}", seed),
-                prompt_ms(stock, seed),
-                prompt_ms(ours, seed),
-            )
-            for seed in range(repeat)
-        ]
-    finally:
-        for server in servers.values():
-            server.stop(keep_log=False)
-    plain, unshared, shared, *prompts = map(
-        statistics.median, zip(*rounds, strict=True)
-    )
+def measure_servers(model: str, dtype: str, rounds: int) -> list[Figure]:
+    found = compare_servers(model, dtype, rounds)
     step = f"server: decode step, {WIDTH} rows, prefix {PREFIX}"
+    prompt = f"server: first token of a prompt of {PROMPT}"
+    steps = (found.stock_step_ms, found.unshared_step_ms, found.shared_step_ms)
     return [
-        Figure(step, dtype, "", plain, unshared, shared),
-        Figure(f"server: prompt of {PROMPT}", dtype, "", prompts[0], None, prompts[1]),
+        Figure(step, dtype, "", *steps),
+        Figure(prompt, dtype, "", found.stock_prompt_ms, None, found.prompt_ms),
     ]
 
 
