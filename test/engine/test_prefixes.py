@@ -43,10 +43,9 @@ class Rows:
         return SimpleNamespace(taper=branch, kv=kv, retraction_count=0)
 
     def segments(self, prefixes: StepPrefixes, reqs: list[Any]) -> list[Segment]:
-        tensor = object()
-        prefixes.announce(reqs, tensor)
-        lens = [len(self.table[req.kv.req_pool_idx]) for req in reqs]
-        return prefixes.segments(tensor, lens, self.read)
+        prefixes.announce(reqs)
+        rows = [req.kv.req_pool_idx for req in reqs]
+        return prefixes.segments(rows, [len(self.table[r]) for r in rows], self.read)
 
 
 class Group:
@@ -136,8 +135,8 @@ def test_a_row_that_has_a_new_owner_is_compared_again(rows: Rows) -> None:
 def test_a_pass_that_was_not_announced_shares_nothing(rows: Rows) -> None:
     group, prefixes = Group(), StepPrefixes()
     reqs = [rows.add(group, row, [*PREFIX, 1000 + row]) for row in range(2)]
-    prefixes.announce(reqs, object())
-    assert prefixes.segments(object(), [101, 101], rows.read) == []
+    prefixes.announce(reqs)
+    assert prefixes.segments([1, 0], [101, 101], rows.read) == []
 
 
 def test_groups_without_a_living_branch_are_forgotten(rows: Rows) -> None:

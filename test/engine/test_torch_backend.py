@@ -114,7 +114,7 @@ def assert_equals_stock(runner: Any, backend: Any, batch: Any, layer: Any) -> No
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 def test_outputs_equal_those_of_stock(runner: Any, mode: ForwardMode) -> None:
     backend, batch = SharedPrefixTorchBackend(runner), make_batch(mode)
-    backend.step_prefixes.announce(make_reqs(batch), batch.req_pool_indices)
+    backend.step_prefixes.announce(make_reqs(batch))
     backend.init_forward_metadata(batch)
     assert_equals_stock(runner, backend, batch, make_layer())
     assert backend.attention_counters.fallbacks == {}
@@ -122,7 +122,7 @@ def test_outputs_equal_those_of_stock(runner: Any, mode: ForwardMode) -> None:
 
 def test_a_prefix_is_read_once_for_the_rows_of_its_group(runner: Any) -> None:
     backend, batch = SharedPrefixTorchBackend(runner), make_batch(ForwardMode.DECODE)
-    backend.step_prefixes.announce(make_reqs(batch), batch.req_pool_indices)
+    backend.step_prefixes.announce(make_reqs(batch))
     backend.init_forward_metadata(batch)
     state = describe_attention(backend)
     assert state["backend"] == "torch"
@@ -133,7 +133,7 @@ def test_a_prefix_is_read_once_for_the_rows_of_its_group(runner: Any) -> None:
 
 def test_a_batch_nobody_announced_shares_nothing_and_is_right(runner: Any) -> None:
     backend, batch = SharedPrefixTorchBackend(runner), make_batch(ForwardMode.DECODE)
-    backend.step_prefixes.announce(make_reqs(batch), torch.tensor([1, 4, 2, 3]))
+    backend.step_prefixes.announce(make_reqs(batch)[:3])
     backend.init_forward_metadata(batch)
     assert_equals_stock(runner, backend, batch, make_layer())
     assert backend.attention_counters.num_saved_tokens == 0

@@ -100,25 +100,25 @@ def num_equal(one: np.ndarray, two: np.ndarray) -> int:
 class StepPrefixes:
     """The branches of the batch that is about to run, told by the scheduler.
 
-    The backend asks for the segments of a forward pass; it gets none unless the pass is
-    that of the batch that was told, so a pass of anybody else never shares.
+    The backend asks for the segments of a forward pass; it gets none unless the pass
+    has the rows that were told, so a pass of anybody else never shares.
     """
 
     def __init__(self) -> None:
         self._reqs: Sequence[Any] = ()
-        self._indices: Any = None
+        self._rows: list[int] = []
         self._orders: dict[Group, SlotOrder] = {}
 
-    def announce(self, reqs: Sequence[Any], req_pool_indices: Any) -> None:
-        """`reqs` run next, row by row; `req_pool_indices` is the tensor of the pass."""
+    def announce(self, reqs: Sequence[Any]) -> None:
+        """`reqs` run next, in this order."""
         self._reqs = tuple(reqs)
-        self._indices = req_pool_indices
+        self._rows = [req.kv.req_pool_idx for req in reqs]
 
     def segments(
-        self, req_pool_indices: Any, seq_lens: Sequence[int], read: ReadSlots
+        self, rows: list[int], seq_lens: Sequence[int], read: ReadSlots
     ) -> list[Segment]:
-        """What the rows of the pass with these tensors share."""
-        if req_pool_indices is not self._indices:
+        """What the rows of a pass share: `rows` of the request table, in its order."""
+        if rows != self._rows:
             return []
         return self.segments_among(self._reqs, seq_lens, read)
 
@@ -129,9 +129,9 @@ class StepPrefixes:
         not have a slot yet."""
         self._forget_ended()
         found: list[Segment] = []
-        for group, rows in _rows_by_group(reqs).items():
-            if len(rows) > 1:
-                found += self._group_segments(group, reqs, rows, seq_lens, read)
+        for group, members in _rows_by_group(reqs).items():
+            if len(members) > 1:
+                found += self._group_segments(group, reqs, members, seq_lens, read)
         return found
 
     def _group_segments(

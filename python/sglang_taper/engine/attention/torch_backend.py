@@ -68,7 +68,9 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
 
     def _plan_decode(self, forward_batch: Any) -> TorchPlan:
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens.tolist()
-        segments = self.step_prefixes.segments(rows, seq_lens, self._read_slots)
+        segments = self.step_prefixes.segments(
+            rows.tolist(), seq_lens, self._read_slots
+        )
         self.attention_counters.decode_step(seq_lens, segments)
         return make_plan(
             StepLayout(tuple(segments), tuple(seq_lens)),

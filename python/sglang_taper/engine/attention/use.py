@@ -28,7 +28,7 @@ def shared_prefix_backend(model_runner: Any) -> Any | None:
 def announce(backend: Any | None, batch: ScheduleBatch) -> None:
     """Tell the backend which branches the pass holds that is about to be launched."""
     if backend is not None:
-        backend.step_prefixes.announce(batch.reqs, batch.req_pool_indices)
+        backend.step_prefixes.announce(batch.reqs)
 
 
 class SharedTokens:
