@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_taper.engine.attention.counting import AttentionCounters
+from sglang_taper.engine.attention.prefixes import StepPrefixes
+from sglang_taper.ops.segments import StepLayout, check_layout
+
 # Hashes are float32 in the pool, exact below 2 ** 24.
 MODULUS = 8_388_593
 FACTOR = 4099
@@ -43,15 +47,41 @@ def hashes_of(req: Any, known: list[int]) -> list[int]:
     return known
 
 
+class SharedReads:
+    """What a backend that reads a shared prefix once would read."""
+
+    shared_prefix_attention = "checked"
+
+    def __init__(self, table: torch.Tensor, kv: torch.Tensor) -> None:
+        self.step_prefixes = StepPrefixes()
+        self.attention_counters = AttentionCounters()
+        self._table, self._kv = table, kv
+
+    def check(self, rows: list[int], seq_lens: list[int]) -> None:
+        """Fails when a row would read KV in a segment that is not its own."""
+        found = self.step_prefixes.segments(
+            rows, seq_lens, lambda row, count: self._table[row, :count].numpy()
+        )
+        check_layout(StepLayout(tuple(found), tuple(seq_lens)))
+        self.attention_counters.decode_step(seq_lens, found)
+        for segment in found:
+            part = slice(segment.start, segment.end)
+            read = self._kv[self._table[rows[segment.rows[0]], part].long()]
+            for row in segment.rows:
+                own = self._kv[self._table[rows[row], part].long()]
+                assert torch.equal(read, own)
+
+
 class TruthWorker:
     """SGLang's model worker, as far as its scheduler looks at it."""
 
     def __init__(self, rows: Any, kv: Any) -> None:
         self.model_runner = self
-        self.attn_backend = self.canary_manager = None
+        self.canary_manager = None
         self.prefill_aware_swa = False
         self._table = rows.req_to_token
         self.kv = kv.get_key_buffer(0).view(-1)
+        self.attn_backend = SharedReads(self._table, self.kv)
 
     def get_decode_cuda_graph_bs(self) -> list[int]:
         return []
@@ -61,6 +91,8 @@ class TruthWorker:
     ) -> GenerationBatchResult:
         """Write the KV of `batch` and sample; fails on a slot that is not the row's."""
         lengths = batch.seq_lens.tolist()
+        if batch.forward_mode.is_decode():
+            self.attn_backend.check(batch.req_pool_indices.tolist(), lengths)
         starts = [length - 1 for length in lengths]
         if batch.forward_mode.is_extend():
             starts = batch.prefix_lens
