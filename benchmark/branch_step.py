@@ -15,8 +15,8 @@ import time
 from typing import Any, NamedTuple
 
 import requests
-
 from sglang_taper.demo.server import DemoServer
+
 from sglang_taper.frontend.branch import with_branch
 from sglang_taper.protocol import BranchMeta
 
