@@ -198,5 +198,4 @@ def test_the_planner_counts_a_shared_prefix_once(sharing: Server) -> None:
     assert state["latency_model"]["shared_read_once"] is True
     full = [s for s in state["recent_steps"] if s["num_admitted"] == FAN_OUT]
     assert full
-    # a branch's first steps are planned before the engine has said what it found
-    assert full[-1]["kv_tokens"] < 2 * PREFIX
+    assert max(s["kv_tokens"] for s in full) < 2 * PREFIX

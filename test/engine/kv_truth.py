@@ -57,11 +57,15 @@ class SharedReads:
         self.attention_counters = AttentionCounters()
         self._table, self._kv = table, kv
 
+    def segments_among(self, reqs: list[Any], seq_lens: tuple[int, ...]) -> Any:
+        return self.step_prefixes.segments_among(reqs, seq_lens, self._read_slots)
+
+    def _read_slots(self, row: int, num_tokens: int) -> Any:
+        return self._table[row, :num_tokens].numpy()
+
     def check(self, rows: list[int], seq_lens: list[int]) -> None:
         """Fails when a row would read KV in a segment that is not its own."""
-        found = self.step_prefixes.segments(
-            rows, seq_lens, lambda row, count: self._table[row, :count].numpy()
-        )
+        found = self.step_prefixes.segments(rows, seq_lens, self._read_slots)
         check_layout(StepLayout(tuple(found), tuple(seq_lens)))
         self.attention_counters.decode_step(seq_lens, found)
         for segment in found:

@@ -90,6 +90,7 @@ def make_reqs(batch: Any) -> list[Any]:
         SimpleNamespace(
             taper=SimpleNamespace(group=owner, ended=False),
             kv=SimpleNamespace(req_pool_idx=row),
+            retraction_count=0,
         )
         for owner, row in zip((group, group, group, None), rows, strict=True)
     ]
