@@ -98,7 +98,7 @@ def nested() -> dict[str, Any]:
     bodies = [
         branch_of(
             group,
-            [*root, *some_ids(f"inner {i // 2}", 200), *some_ids(f"leaf {i}", 3)],
+            [*root, *some_ids(f"inner {i // 2}", 600), *some_ids(f"leaf {i}", 3)],
             i,
             4,
             depth=1,
@@ -159,7 +159,7 @@ def test_branches_that_fork_again_read_both_prefixes_once(
     steps = attention(sharing)["num_shared_steps"] - before["num_shared_steps"]
     assert steps >= 4
     # three rows that do not read the root again, two that do not read their parent
-    assert saved(sharing, before) > 4 * (3 * (300 - 16) + 2 * (200 - 16))
+    assert saved(sharing, before) > 4 * (3 * (300 - 16) + 2 * (600 - 16))
 
 
 def test_rows_of_deferred_branches_still_share(

@@ -67,7 +67,7 @@ class SharedReads:
         """Fails when a row would read KV in a segment that is not its own."""
         found = self.step_prefixes.segments(rows, seq_lens, self._read_slots)
         check_layout(StepLayout(tuple(found), tuple(seq_lens)))
-        self.attention_counters.decode_step(seq_lens, found)
+        self.attention_counters.decode_step(seq_lens, found, num_saved=0)
         for segment in found:
             part = slice(segment.start, segment.end)
             read = self._kv[self._table[rows[segment.rows[0]], part].long()]

@@ -68,7 +68,9 @@ def test_every_slot_of_a_row_is_read_exactly_once(
 
 def test_a_shared_prefix_is_read_once_for_all_rows() -> None:
     step = make_step(group_layout((8, 2048), private=16))
-    assert num_read(planned(step)) == 2048 + 8 * 16
+    plan = planned(step)
+    assert num_read(plan) == 2048 + 8 * 16
+    assert plan.num_saved_tokens == 7 * 2048
 
 
 def test_a_short_row_is_not_padded_to_a_long_one() -> None:
@@ -99,4 +101,6 @@ def test_consecutive_slots_are_sliced_from_the_pool() -> None:
 
 def test_segments_too_small_for_a_call_are_read_with_the_private_tokens() -> None:
     step = make_step(group_layout((2, 60), (2, 60), private=1))
-    assert len(planned(step).parts) == 1
+    plan = planned(step)
+    assert len(plan.parts) == 1
+    assert plan.num_saved_tokens == 0

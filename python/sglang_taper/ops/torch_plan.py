@@ -59,6 +59,16 @@ class TorchPlan(msgspec.Struct):
     parts: tuple[Part, ...]
     workspace: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
+    @property
+    def num_saved_tokens(self) -> int:
+        """Tokens of rows that are read for another row anyway."""
+        shared = (part for part in self.parts if part.bias is None)
+        return sum((len(part.rows) - 1) * num_keys(part.keys) for part in shared)
+
+
+def num_keys(keys: slice | Tensor) -> int:
+    return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
+
 
 def make_plan(
     layout: StepLayout,

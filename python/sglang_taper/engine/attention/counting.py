@@ -24,15 +24,16 @@ class AttentionCounters(msgspec.Struct):
     num_saved_tokens: int = 0
     fallbacks: dict[str, int] = {}
 
-    def decode_step(self, seq_lens: Sequence[int], segments: Sequence[Segment]) -> None:
-        """A decode step was planned that reads `segments` once for all their rows."""
+    def decode_step(
+        self, seq_lens: Sequence[int], segments: Sequence[Segment], num_saved: int
+    ) -> None:
+        """A decode step was planned over `segments`; of the tokens of its rows it does
+        not read `num_saved` again."""
         self.num_decode_steps += 1
         self.num_shared_steps += bool(segments)
         self.num_shared_rows += len({row for s in segments for row in s.rows})
         self.num_kv_tokens += sum(seq_lens)
-        self.num_saved_tokens += sum(
-            (len(s.rows) - 1) * (s.end - s.start) for s in segments
-        )
+        self.num_saved_tokens += num_saved
 
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

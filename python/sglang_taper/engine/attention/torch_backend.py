@@ -71,13 +71,12 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         segments = self.step_prefixes.segments(
             rows.tolist(), seq_lens, self._read_slots
         )
-        self.attention_counters.decode_step(seq_lens, segments)
-        return make_plan(
-            StepLayout(tuple(segments), tuple(seq_lens)),
-            self.req_to_token_pool.req_to_token,
-            rows,
-            self._dtype,
-        )
+        layout = StepLayout(tuple(segments), tuple(seq_lens))
+        table: torch.Tensor = self.req_to_token_pool.req_to_token
+        plan = make_plan(layout, table, rows, self._dtype)
+        counters = self.attention_counters
+        counters.decode_step(seq_lens, segments, plan.num_saved_tokens)
+        return plan
 
     def segments_among(
         self, reqs: Sequence[Any], seq_lens: Sequence[int]
