@@ -33,6 +33,9 @@ PURE_LIBRARY = frozenset(
 )
 
 
+STATISTICS = PURE_LIBRARY | {"statistics"}
+
+
 class Rule(NamedTuple):
     """What a package may import: ours, libraries, and libraries inside functions.
 
@@ -64,19 +67,27 @@ RULES = {
     # the one module that needs SGLang; the package is imported without it
     "frontend/endpoint.py": Rule("protocol", "msgspec sglang.lang"),
     "engine": Rule(
-        "root changes config errors models ops platform policy protocol",
+        "root changes config errors models ops platform policy probe protocol",
         "fastapi msgspec numpy orjson requests sglang starlette torch",
         "prometheus_client",
     ),
     "workload": Rule("errors", "msgspec"),
     "sim": Rule("changes errors policy workload", "msgspec"),
+    "probe": Rule(libraries="msgspec requests"),
+    "calibrate": Rule(
+        "errors models policy probe protocol server_process",
+        "msgspec requests tqdm",
+        "matplotlib",
+    ),
+    "calibrate/fit.py": Rule("errors policy probe", "msgspec", standard=STATISTICS),
+    "calibrate/grid.py": Rule("policy probe", standard=PURE_LIBRARY),
     "server_process": Rule("errors", "httpx", "torch"),
     "demo": Rule("root errors frontend models protocol server_process", "httpx rich"),
     "demo/program.py": Rule("frontend", "sglang sglang.lang"),
     # entry points: light themselves, everything else inside functions
     "__init__": Rule("frontend"),
     "bootstrap": Rule(),
-    "cli": Rule("root demo engine errors sim"),
+    "cli": Rule("root calibrate demo engine errors sim"),
     "launch_server": Rule("engine", lazily="sglang"),
 }
 
@@ -212,9 +223,10 @@ def test_benchmarks_do_not_know_the_engine(path: Path) -> None:
 
 def test_every_library_we_import_is_a_dependency_of_ours() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]["bench"]
     declared = {
         requirement.split(";")[0].split("=")[0].strip().replace("-", "_")
-        for requirement in project["dependencies"]
+        for requirement in (*project["dependencies"], *optional)
     }
     used = {
         i.name.split(".")[0] for path in SOURCES + KERNELS for i in imports_of(path)
@@ -236,6 +248,7 @@ LIGHT_MODULES = (
     ".launch_server",
     ".demo.options",
     ".sim.command",
+    ".calibrate.options",
     ".engine.hooks",
 )
 

@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_demo(commands)
     _add_simulate(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -72,6 +73,16 @@ def _add_simulate(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
 
+def _add_calibrate(commands: Any) -> None:
+    from sglang_taper.calibrate.options import add_flags
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure a step-latency profile for --latency-profile"
+    )
+    add_flags(calibrate)
+    calibrate.set_defaults(run=_calibrate)
+
+
 def _check(args: argparse.Namespace) -> int:
     from sglang_taper.engine.check import check_hooks
 
@@ -100,6 +111,15 @@ def _simulate(args: argparse.Namespace) -> int:
     from sglang_taper.sim.command import run_command
 
     return run_command(args)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from sglang_taper.calibrate.options import CalibrateOptions
+
+    options = CalibrateOptions.from_args(args)
+    from sglang_taper.calibrate.run import run_calibrate
+
+    return run_calibrate(options)
 
 
 def format_check(facts: dict[str, Any]) -> str:

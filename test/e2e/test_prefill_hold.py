@@ -20,7 +20,7 @@ def busy_server(taper_server: Server) -> Iterator[Server]:
     """It decodes one long request for the whole test."""
     taper_server.set_policy(policy="eager", prefill_hold_s="off")
     taper_server.flush()
-    long = plain_request("long", max_new_tokens=4000)
+    long = branch_of(new_group(), some_ids("long", 12), max_new_tokens=4000)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(taper_server.post, "/generate", {**long, "rid": "long"})
         while not taper_server.state()["num_running"]:
@@ -33,9 +33,8 @@ def busy_server(taper_server: Server) -> Iterator[Server]:
             running.result()
 
 
-def plain_request(seed: str, max_new_tokens: int = 2) -> dict[str, Any]:
-    sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return {"input_ids": some_ids(seed, 12), "sampling_params": sampling}
+def short_request(seed: str) -> dict[str, Any]:
+    return branch_of(new_group(), some_ids(seed, 12), max_new_tokens=2)
 
 
 def test_requests_that_come_one_by_one_are_prefilled_together(
@@ -47,7 +46,7 @@ def test_requests_that_come_one_by_one_are_prefilled_together(
     with ThreadPoolExecutor(3) as pool:
         answers = []
         for i in range(3):
-            answers.append(pool.submit(busy_server.generate, plain_request(str(i))))
+            answers.append(pool.submit(busy_server.generate, short_request(str(i))))
             time.sleep(0.2)
         held_ms = [a.result()["meta_info"]["taper"]["prefill_held_ms"] for a in answers]
     assert time.monotonic() - began >= HOLD_S

@@ -9,30 +9,21 @@ before the server says it is ready.
 from __future__ import annotations
 
 import logging
-import random
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import requests
 
 from sglang_taper.engine.flags import current
+from sglang_taper.probe import Cell, Limits, cells_within, flush, show
 
 logger = logging.getLogger(__name__)
 
 STEPS_PER_CELL = 6
 BUDGET_S = 20.0
 READY_TIMEOUT_S = 120
-REQUEST_TIMEOUT_S = 60
-
-
-class Cell(msgspec.Struct, frozen=True):
-    """One batch to show: `num_rows` requests of `num_tokens` prompt tokens each."""
-
-    num_rows: int
-    num_tokens: int
 
 
 # Few rows and many, short contexts and long: enough to tell a, b and c apart.
@@ -82,15 +73,6 @@ def _claim(port: int) -> bool:
     return True
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What the server can hold: rows, tokens in all, ids of its vocabulary."""
-
-    max_rows: int
-    max_tokens: int
-    vocab_size: int
-    headers: dict[str, str]
-
-
 def _limits() -> Limits:
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.runtime_context import get_schedule, get_serving
@@ -113,26 +95,14 @@ def calibrate(url: str, limits: Limits) -> int:
     _wait_until_served(url, limits.headers)
     ends_at = time.monotonic() + BUDGET_S
     shown = 0
-    for cell in cells_within(limits):
+    for cell in cells_within(CELLS, STEPS_PER_CELL, limits):
         if time.monotonic() > ends_at:
             break
-        _show(url, cell, limits)
+        show(url, cell, STEPS_PER_CELL, limits)
         shown += 1
-    requests.post(
-        f"{url}/flush_cache", headers=limits.headers, timeout=REQUEST_TIMEOUT_S
-    )
+    flush(url, limits)
     logger.info("Calibrated the step-latency model on %d batches", shown)
     return shown
-
-
-def cells_within(limits: Limits) -> list[Cell]:
-    """The cells that fit into half of the KV pool and the request slots."""
-    return [
-        cell
-        for cell in CELLS
-        if cell.num_rows <= limits.max_rows
-        and cell.num_rows * (cell.num_tokens + STEPS_PER_CELL) <= limits.max_tokens // 2
-    ]
 
 
 def _wait_until_served(url: str, headers: dict[str, str]) -> None:
@@ -146,19 +116,3 @@ def _wait_until_served(url: str, headers: dict[str, str]) -> None:
             time.sleep(0.2)
         else:
             return
-
-
-def _show(url: str, cell: Cell, limits: Limits) -> None:
-    rng = random.Random(f"{cell.num_rows}x{cell.num_tokens}")
-    prompts = [
-        [rng.randrange(limits.vocab_size) for _ in range(cell.num_tokens)]
-        for _ in range(cell.num_rows)
-    ]
-    sampling = {"max_new_tokens": STEPS_PER_CELL, "temperature": 0, "ignore_eos": True}
-    answer = requests.post(
-        f"{url}/generate",
-        json={"input_ids": prompts, "sampling_params": sampling},
-        headers=limits.headers,
-        timeout=REQUEST_TIMEOUT_S,
-    )
-    answer.raise_for_status()

@@ -40,17 +40,6 @@ def describe_state(controller: BranchController) -> dict[str, Any]:
     }
 
 
-def describe_pool(scheduler: Any) -> dict[str, int]:
-    """KV tokens: free, cached (evictable), locked by branches and pins, and all."""
-    tree = scheduler.tree_cache
-    return {
-        "free": int(scheduler.token_to_kv_pool_allocator.available_size()),
-        "evictable": int(tree.evictable_size()),
-        "protected": int(tree.protected_size()),
-        "total": int(scheduler.max_total_num_tokens),
-    }
-
-
 def describe_params(controller: BranchController) -> dict[str, Any]:
     params: dict[str, Any] = msgspec.to_builtins(controller.params)
     params["rho"] = controller.params.slack_fraction

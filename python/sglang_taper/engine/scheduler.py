@@ -29,6 +29,7 @@ from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.engine.groups import arrives_aborted
+from sglang_taper.engine.machine import describe_scheduler
 from sglang_taper.engine.messages import (
     TaperControlReq,
     TaperControlReqOutput,
@@ -37,7 +38,6 @@ from sglang_taper.engine.messages import (
 from sglang_taper.engine.metrics import StepMetrics
 from sglang_taper.engine.pins import PinTable
 from sglang_taper.engine.prefix import PrefixTree
-from sglang_taper.engine.report import describe_pool, describe_state
 from sglang_taper.engine.step_model import make_latency_model
 from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
@@ -209,9 +209,7 @@ class TaperScheduler(Scheduler):
             self._do_taper_control(message.action, message.params)
         except TaperError as error:
             return TaperControlReqOutput(rid=message.rid, error=str(error))
-        return TaperControlReqOutput(
-            rid=message.rid, state=self._describe_taper_state()
-        )
+        return TaperControlReqOutput(rid=message.rid, state=describe_scheduler(self))
 
     def _do_taper_control(self, action: str, params: dict[str, Any]) -> None:
         if action == "policy":
@@ -232,14 +230,6 @@ class TaperScheduler(Scheduler):
                 continue
             if members is None or req.rid in members:
                 self.abort_request(AbortReq(rid=req.rid))
-
-    def _describe_taper_state(self) -> dict[str, Any]:
-        state = describe_state(self.taper)
-        state["num_running"] = len(self.running_batch.reqs)
-        state["num_waiting"] = len(self.waiting_queue)
-        state["pool"] = describe_pool(self)
-        state["attention"] = attention.describe_attention(self._attention)
-        return state
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Batches that a running server is shown so that its scheduler times real steps.
+
+Plain requests through the server's own front door. Used by the start-up calibration
+and by `sglang-taper calibrate`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+import requests
+
+REQUEST_TIMEOUT_S = 600
+FLUSH_TIMEOUT_S = 60
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One batch to show: `num_rows` requests of `num_tokens` prompt tokens each."""
+
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.num_rows * self.num_tokens
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the server can hold: rows, tokens in all, tokens of one request (0: as many
+    as it has), ids of its vocabulary; and the headers it wants."""
+
+    max_rows: int
+    max_tokens: int
+    vocab_size: int
+    headers: dict[str, str] = {}
+    max_request_tokens: int = 0
+
+
+def cells_within(cells: Iterable[Cell], num_steps: int, limits: Limits) -> list[Cell]:
+    """Those that fit into the request slots and half of the KV pool."""
+    longest = limits.max_request_tokens or limits.max_tokens
+    return [
+        cell
+        for cell in cells
+        if cell.num_rows <= limits.max_rows
+        and cell.num_tokens + num_steps <= longest
+        and cell.num_rows * (cell.num_tokens + num_steps) <= limits.max_tokens // 2
+    ]
+
+
+def show(
+    url: str, cell: Cell, num_steps: int, limits: Limits, seed: object = 0
+) -> None:
+    """Let the server at `url` generate `num_steps` tokens for each row of `cell`.
+
+    Raises requests.RequestException when it does not.
+    """
+    rng = random.Random(f"{cell.num_rows}x{cell.num_tokens}/{seed}")
+    prompts = [
+        [rng.randrange(limits.vocab_size) for _ in range(cell.num_tokens)]
+        for _ in range(cell.num_rows)
+    ]
+    sampling = {"max_new_tokens": num_steps, "temperature": 0, "ignore_eos": True}
+    answer = requests.post(
+        f"{url}/generate",
+        json={"input_ids": prompts, "sampling_params": sampling},
+        headers=limits.headers,
+        timeout=REQUEST_TIMEOUT_S,
+    )
+    answer.raise_for_status()
+
+
+def flush(url: str, limits: Limits) -> None:
+    """Forget what was shown, where the server is idle."""
+    headers = limits.headers
+    requests.post(f"{url}/flush_cache", headers=headers, timeout=FLUSH_TIMEOUT_S)
