@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -31,11 +31,20 @@ SHOWN_LOG_LINES = 15
 class ServerProcess:
     """A server process with everything it spawned, and its log."""
 
-    def __init__(self, model_path: str, flags: Sequence[str] = ()) -> None:
-        """Start it; `ready` waits for it. Writes a log into the temporary folder."""
+    def __init__(
+        self,
+        model_path: str,
+        flags: Sequence[str] = (),
+        module: str = "sglang_taper.launch_server",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; `ready` waits for it. Writes a log into the temporary folder.
+
+        `env` is added to this process's environment.
+        """
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang_taper.launch_server"]
+        command = [sys.executable, "-m", module]
         command += ["--model-path", model_path, "--port", str(port)]
         command += ["--sleep-on-idle", *([] if has_gpu() else CPU_FLAGS), *flags]
         handle, name = tempfile.mkstemp(prefix="sglang-taper-server-", suffix=".log")
@@ -48,6 +57,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=handle,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
         finally:

@@ -1,0 +1,9 @@
+"""Scripts of `benchmark/` and what is beside these tests can be imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmark")]
