@@ -15,10 +15,10 @@ import time
 from typing import Any, NamedTuple
 
 import requests
-from sglang_taper.demo.server import DemoServer
 
 from sglang_taper.frontend.branch import with_branch
 from sglang_taper.protocol import BranchMeta
+from sglang_taper.server_process import ServerProcess
 
 WIDTH, PREFIX, PROMPT = 8, 2048, 1024
 FEW_TOKENS, MANY_TOKENS = 8, 40
@@ -84,10 +84,10 @@ def compare_servers(model: str, dtype: str, rounds: int) -> Comparison:
     """Start both servers, measure in turns, end them."""
     flags = ("--dtype", dtype, "--max-total-tokens", "8192")
     policies = {"ours": "eager", "stock": "none"}
-    servers: dict[str, DemoServer] = {}
+    servers: dict[str, ServerProcess] = {}
     try:
         for name, policy in policies.items():
-            servers[name] = DemoServer(model, (*flags, "--branch-policy", policy))
+            servers[name] = ServerProcess(model, (*flags, "--branch-policy", policy))
             asyncio.run(servers[name].ready(lambda line: print(line, file=sys.stderr)))
         ours, stock = servers["ours"].url, servers["stock"].url
         measured = [measure_round(ours, stock, seed) for seed in range(rounds)]

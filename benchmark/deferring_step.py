@@ -16,9 +16,9 @@ from typing import Any
 
 import requests
 
-from sglang_taper.demo.server import DemoServer
 from sglang_taper.frontend.branch import with_branch
 from sglang_taper.protocol import BranchMeta
+from sglang_taper.server_process import ServerProcess
 
 NUM_REQUESTS = 4
 WIDTH = 4
@@ -81,7 +81,7 @@ def measure_overhead(url: str, rounds: int = ROUNDS) -> dict[str, Any]:
 
 def measure_in_new_server(model_path: str) -> dict[str, Any]:
     """Start a server for the measurement and end it."""
-    server = DemoServer(model_path)
+    server = ServerProcess(model_path)
     try:
         asyncio.run(server.ready(lambda line: print(line, file=sys.stderr)))
         return measure_overhead(server.url)

@@ -39,10 +39,10 @@ from typing import Any
 
 import httpx
 
-from sglang_taper.demo.server import DemoServer
 from sglang_taper.demo.table import plain_table
 from sglang_taper.frontend.branch import fork_meta, new_group, new_rid, with_branch
 from sglang_taper.protocol import BranchMeta
+from sglang_taper.server_process import ServerProcess
 
 SITUATIONS = ("cold", "warm", "n")
 FAN_OUTS, PREFIXES = (2, 8, 32), (128, 1024, 4096)
@@ -245,11 +245,11 @@ async def measure_in_new_servers(
 ) -> Results:
     size = ("--max-total-tokens", str(pool_tokens(cells)))
     policies = {"ours": args.branch_policy, "stock": "none"}
-    servers: dict[str, DemoServer] = {}
+    servers: dict[str, ServerProcess] = {}
     try:
         for name, policy in policies.items():
             flags = (*size, "--branch-policy", policy)
-            servers[name] = DemoServer(args.model_path, flags)
+            servers[name] = ServerProcess(args.model_path, flags)
             await servers[name].ready(lambda line, n=name: note(n + line))
         urls = {name: server.url for name, server in servers.items()}
         return await measure(urls, cells, args.repeat, note)

@@ -64,7 +64,7 @@ class Options:
         for flag, value, low in (
             ("--rounds", args.rounds, 1),
             ("--branch-own-tokens", args.branch_own_tokens, 0),
-            ("--test-step-ms", args.test_step_ms, 0),
+            ("--test-step-cost-ms", args.test_step_cost_ms, 0),
             ("--measure-concurrency", args.measure_concurrency, 1),
         ):
             if value < low:
@@ -206,7 +206,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add("--server-flags", default="", help="of the servers that are started")
     add("--taper-flags", default="", help="only of ours, as '--latency-profile FILE'")
     add(
-        "--test-step-ms",
+        "--test-step-cost-ms",
         type=float,
         default=0.0,
         help="add this to every decode step (a test switch; results say so)",

@@ -40,7 +40,7 @@ PRESETS: dict[str, str] = {
         --policies {_ALL_POLICIES} --rounds 3 --num-prompts 120 --arrivals closed:8
         --pdr 0.35 --pts 0.98 --fan-out 8-12 --stages 1-1 --prompt-tokens 60
         --serial-tokens 30 --decomposable-factor 4 --goodput ttft:6000
-        --slo-procedure --tpot-x 1.05,1.1,1.15,1.3 --test-step-ms 300
+        --slo-procedure --tpot-x 1.05,1.1,1.15,1.3 --test-step-cost-ms 300
         --server-flags '--max-total-tokens 32768 --max-running-requests 128'""",
     # As a system: long prefixes, on our server and on stock SGLang side by side.
     "cpu-vs-stock": """

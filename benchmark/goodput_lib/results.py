@@ -175,7 +175,7 @@ def _header(run: Run, options: Options) -> dict[str, Any]:
 
 
 def _test_switch(server: Mapping[str, Any]) -> str | None:
-    added_ms = server.get("test_step_ms") or 0.0
+    added_ms = server.get("test_step_cost_ms") or 0.0
     return f"{added_ms:g} ms added to every decode step" if added_ms else None
 
 

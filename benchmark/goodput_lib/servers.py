@@ -13,12 +13,11 @@ import sglang_taper
 from goodput_lib.options import Options
 from goodput_lib.policies import Contender
 from goodput_lib.stream import Target
-from sglang_taper.config import TEST_STEP_VARIABLE
 from sglang_taper.demo.compare import flush_cache
-from sglang_taper.demo.server import DemoServer
 from sglang_taper.demo.steps import StepLog, state_of
 from sglang_taper.frontend.client import ServerError, TaperClient
 from sglang_taper.models import resolve_model_path
+from sglang_taper.server_process import ServerProcess
 
 # Small events, whatever the length of the answer.
 COMMON_FLAGS = ("--incremental-streaming-output",)
@@ -66,7 +65,7 @@ class LiveServer:
                 "sglang_taper": sglang_taper.__version__,
                 "latency_profile": state["latency_model"],
                 "attention": state["attention"]["backend"],
-                "test_step_ms": state.get("test_step_ms", 0.0),
+                "test_step_cost_ms": state["params"]["test_step_cost_ms"],
             }
 
     async def switch(self, contender: Contender, slos_ms: dict[str, float]) -> None:
@@ -115,7 +114,7 @@ async def live_servers(
 
     What has no URL is started, and ended again.
     """
-    args, started = options.args, list[DemoServer]()
+    args, started = options.args, list[ServerProcess]()
     given = {False: args.base_url, True: args.stock_base_url}
     kinds = sorted({contender.is_stock for contender in options.policies})
     if options.args.slo_procedure and False not in kinds:
@@ -136,17 +135,16 @@ async def live_servers(
         yield servers
 
 
-def _stop(started: list[DemoServer]) -> None:
+def _stop(started: list[ServerProcess]) -> None:
     for server in started:
         server.stop(keep_log=False)
 
 
-def _start(options: Options, is_stock: bool) -> DemoServer:
+def _start(options: Options, is_stock: bool) -> ServerProcess:
     args = options.args
     flags = [*COMMON_FLAGS, *options.server_flags]
     if is_stock:
         module, model = "sglang.launch_server", resolve_model_path(args.model_path)
-        return DemoServer(model, flags, module, STOCK_ENV)
-    env = {TEST_STEP_VARIABLE: str(args.test_step_ms)} if args.test_step_ms else {}
-    flags += options.taper_flags
-    return DemoServer(args.model_path, flags, env=env)
+        return ServerProcess(model, flags, module, STOCK_ENV)
+    flags += [*options.taper_flags, "--test-step-cost-ms", str(args.test_step_cost_ms)]
+    return ServerProcess(args.model_path, flags)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 Body = dict[str, Any]
 PARAMS = {
+    "test_step_cost_ms": 0.0,
     **{"policy": "off", "cap": 2, "rho": 0.3, "deadline": "schedule"},
     **{"utility": "linear", "ttft_slo_ms": 2000.0, "tpot_slo_ms": 50.0},
 }
