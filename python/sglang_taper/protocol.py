@@ -18,6 +18,8 @@ CUSTOM_PARAMS_KEY = "taper"
 META_INFO_KEY = "taper"
 # Between our own processes only: when the client made an n>1 call (`perf_counter` ms).
 CALLED_KEY = "called_ms"
+# The same: when this request came, for all ranks alike (`perf_counter` ms).
+ARRIVED_KEY = "arrived_ms"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 

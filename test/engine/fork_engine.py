@@ -30,6 +30,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.scheduler import TaperScheduler
 from sglang_taper.policy.types import LatencyCoefficients
+from sglang_taper.protocol import ARRIVED_KEY
 
 # Share of the tokens a row may still generate that admission keeps free for it:
 # at first, at least, and what is taken off it at every decode step.
@@ -168,7 +169,7 @@ class ForkEngine(TaperScheduler):
             max_new_tokens=max_new_tokens,
             temperature=0.0,
             sampling_seed=seed,
-            custom_params={"taper": meta} if meta else None,
+            custom_params={"taper": {**meta, ARRIVED_KEY: self.now_ms}},
         )
         params.normalize(None)
         self.handle_generate_request(
@@ -186,7 +187,7 @@ class ForkEngine(TaperScheduler):
                 token_ids_logprob=None,
                 stream=False,
                 cache_salt=salt,
-                time_stats=SimpleNamespace(created_time=self.now_ms / 1000),
+                time_stats=None,
             )
         )
         return self.waiting_queue[-1]

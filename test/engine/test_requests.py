@@ -6,11 +6,12 @@ import asyncio
 import copy
 import json
 import pickle
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -274,6 +275,44 @@ def test_shared_metadata_pickles_as_a_plain_dict() -> None:
     meta = meta_of(normalised(generate({"n": 2}))[0].sampling_params)
     assert type(pickle.loads(pickle.dumps(meta))) is dict
     assert pickle.loads(pickle.dumps(meta)) == meta
+
+
+def tokenized(custom_params: Any) -> TokenizedGenerateReqInput:
+    """A request as it leaves the tokenizer process, created at second 7."""
+    return TokenizedGenerateReqInput(
+        input_text="",
+        input_ids=array("q", [1, 2]),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(custom_params=custom_params),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+        time_stats=SimpleNamespace(created_time=7.0),
+    )
+
+
+@pytest.mark.parametrize(
+    "custom", [None, {}, {"theirs": 1}, {"taper": {"group": "g"}, "theirs": 1}]
+)
+def test_every_request_tells_the_ranks_when_it_came(
+    custom: dict[str, Any] | None,
+) -> None:
+    request = tokenized(copy.deepcopy(custom))
+    before = request.sampling_params
+    requests.number_sibling_hook(None, request)
+    sent = request.sampling_params.custom_params
+    assert sent.pop("taper") == {**(custom or {}).get("taper", {}), "arrived_ms": 7000}
+    assert sent == {k: v for k, v in (custom or {}).items() if k != "taper"}
+    assert before.custom_params == custom
+
+
+def test_a_client_cannot_say_when_its_request_came() -> None:
+    with pytest.raises(FieldError, match="arrived_ms"):
+        requests.prepare(generate(params({"group": "g", "arrived_ms": 1.0})))
 
 
 def test_a_request_of_another_kind_passes_untouched() -> None:

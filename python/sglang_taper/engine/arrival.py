@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
 
@@ -32,9 +31,3 @@ def checked_metadata(raw: dict[str, Any]) -> BranchMeta:
         return parse_branch_meta(raw)
     except FieldError:
         return BranchMeta()
-
-
-def arrival_ms(recv_req: Any) -> float:
-    """When the tokenizer process got the request, on the step clock."""
-    created_s = getattr(recv_req.time_stats, "created_time", 0.0) or 0.0
-    return created_s * 1000.0 if created_s > 0 else monotonic_ms()

@@ -104,7 +104,8 @@ HOOKS: tuple[Hook, ...] = (
         kind=Kind.BEFORE,
         role=Role.TOKENIZER,
         function=f"{_ENGINE}.requests:number_sibling_hook",
-        why="the only place each copy of n>1 passes singly",
+        why="the only place each copy of n>1 passes singly; every request is stamped "
+        "with its arrival here, which SGLang does not send on",
         removable_when="SGLang stamps a sibling index on the copies",
     ),
     Hook(

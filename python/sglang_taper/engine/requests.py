@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import (
+    ARRIVED_KEY,
     CALLED_KEY,
     CUSTOM_PARAMS_KEY,
     MAX_DEPTH,
@@ -198,24 +199,46 @@ async def refuse_before_stream_hook(
 
 
 def number_sibling_hook(manager: Any, tokenized: Any) -> None:
-    """BEFORE `TokenizerManager._send_one_request`: a sibling's own index and seed.
+    """BEFORE `TokenizerManager._send_one_request`: a sibling's own index and seed, and
+    when the request came.
 
     All copies of an `n>1` prompt arrive here, in the order of the answer's indices,
     with one shared `SamplingParams`; the warm-up (`max_new_tokens` 0) comes first.
     """
     params = tokenized.sampling_params
     custom = getattr(params, "custom_params", None)
-    if not isinstance(custom, dict):
-        return
-    shared = custom.get(CUSTOM_PARAMS_KEY)
-    if not isinstance(shared, SiblingMeta):
-        return
+    if isinstance(custom, dict) and isinstance(
+        shared := custom.get(CUSTOM_PARAMS_KEY), SiblingMeta
+    ):
+        _number_sibling(tokenized, custom, shared)
+    if isinstance(tokenized, TokenizedGenerateReqInput):
+        _stamp_arrival(tokenized)
+
+
+def _number_sibling(
+    tokenized: Any, custom: dict[str, Any], shared: SiblingMeta
+) -> None:
+    params = tokenized.sampling_params
     own = shared.take(prefix_only=params.max_new_tokens == 0)
     tokenized.sampling_params = copy.copy(params)
     tokenized.sampling_params.custom_params = {**custom, CUSTOM_PARAMS_KEY: own}
     if params.sampling_seed is not None:
         seed = sibling_seed(params.sampling_seed, own["branch"])
         tokenized.sampling_params.sampling_seed = seed
+
+
+def _stamp_arrival(tokenized: TokenizedGenerateReqInput) -> None:
+    """The scheduler does not get SGLang's own stamp, and ranks would read another time
+    each, so it travels with our metadata."""
+    params = tokenized.sampling_params
+    custom = {} if params.custom_params is None else params.custom_params
+    if not isinstance(custom, dict):
+        return
+    meta = custom.get(CUSTOM_PARAMS_KEY) or {}
+    created_s = tokenized.time_stats.created_time
+    stamped = {**meta, ARRIVED_KEY: 1000 * created_s or monotonic_ms()}
+    tokenized.sampling_params = copy.copy(params)
+    tokenized.sampling_params.custom_params = {**custom, CUSTOM_PARAMS_KEY: stamped}
 
 
 def sibling_seed(seed: int, branch: int) -> int:

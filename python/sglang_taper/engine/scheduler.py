@@ -23,7 +23,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_taper.config import TaperConfig
 from sglang_taper.config import load as load_config
 from sglang_taper.engine.apply import admit_rows
-from sglang_taper.engine.arrival import arrival_ms, checked_metadata, take_metadata
+from sglang_taper.engine.arrival import checked_metadata, take_metadata
 from sglang_taper.engine.attention import use as attention
 from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.controller import BranchController
@@ -42,7 +42,7 @@ from sglang_taper.engine.step_model import make_latency_model
 from sglang_taper.engine.streamer import TaperOutputStreamer
 from sglang_taper.errors import FieldError, TaperError
 from sglang_taper.policy.types import AdmissionPlan
-from sglang_taper.protocol import CALLED_KEY
+from sglang_taper.protocol import ARRIVED_KEY, CALLED_KEY
 
 UNLIMITED_TOKENS = 1 << 30
 
@@ -102,10 +102,11 @@ class TaperScheduler(Scheduler):
         limit = params.max_new_tokens
         raw = take_metadata(req)
         called_ms = raw.pop(CALLED_KEY, None)
+        arrived_ms = raw.pop(ARRIVED_KEY, None)
         req.taper = self.taper.attach(
             req.rid,
             checked_metadata(raw),
-            arrival_ms(recv_req),
+            self.taper.clock.now_ms if arrived_ms is None else float(arrived_ms),
             UNLIMITED_TOKENS if limit is None else limit,
         )
         if arrives_aborted(req.taper, called_ms):
