@@ -30,9 +30,9 @@ def plot_residuals(cells: Sequence[CellResidual], title: str, path: Path) -> Non
 
 def _plot_against(axes: Any, cells: Sequence[CellResidual]) -> None:
     measured = [cell.measured_ms for cell in cells]
-    axes.loglog(measured, [cell.predicted_ms for cell in cells], "o", markersize=4)
+    axes.plot(measured, [cell.predicted_ms for cell in cells], "o", markersize=4)
     ends = [min(measured), max(measured)]
-    axes.loglog(ends, ends, "k-", linewidth=0.8)
+    axes.plot(ends, ends, "k-", linewidth=0.8)
     axes.set(xlabel="measured step (ms)", ylabel="predicted step (ms)")
 
 

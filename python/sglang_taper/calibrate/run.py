@@ -41,7 +41,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
     """
     if options.plot and not can_plot():
         raise FieldError("--plot", options.plot, HINT)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with nullcontext(options.url) if options.url else _server(options) as url:
             _calibrate(options, str(url).rstrip("/"))
@@ -50,25 +50,30 @@ def run_calibrate(options: CalibrateOptions) -> int:
         return INTERRUPTED
     except requests.RequestException as error:
         raise ServerProcessError(f"the server does not answer: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
 @contextmanager
 def _server(options: CalibrateOptions) -> Iterator[str]:
-    """A server of our own, ended afterwards; its log stays if something went wrong."""
+    """A server of our own, ended afterwards; its log stays if it failed."""
     print(f"Starting a server for {options.model_path}", flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as profile:
         json.dump(PLACEHOLDER, profile)
         profile.flush()
         flags = ["--latency-profile", profile.name, *options.server_flags]
         server = ServerProcess(options.model_path, flags)
-        finished = False
+        failed = False
         try:
             asyncio.run(server.ready(lambda line: print(line, flush=True)))
             yield server.url
-            finished = True
+        except requests.RequestException as error:
+            failed = True
+            reason = f"the server failed ({error}); its log is {server.log}"
+            raise ServerProcessError(reason) from error
         finally:
-            server.stop(keep_log=not finished)
+            server.stop(keep_log=failed)
 
 
 def _calibrate(options: CalibrateOptions, url: str) -> None:
@@ -139,7 +144,7 @@ def summary(fit: Fit, output: str) -> list[str]:
     unseen = fit.mape_unseen_cells
     lines = [
         f"T = {fit.a_ms:.4g} ms + {fit.b_ms_per_row:.4g} ms * rows "
-        f"+ {1e6 * fit.c_ms_per_token:.4g} ns * KV tokens",
+        f"+ {1e3 * fit.c_ms_per_token:.4g} ms * thousand KV tokens",
         f"{fit.num_steps} steps of {len(fit.cells)} batches; MAPE {fit.mape:.1%} on "
         "steps held out" + (f", {unseen:.1%} on batches held out" if unseen else ""),
         f"worst batch: {worst.num_rows} x {worst.num_tokens} tokens, "

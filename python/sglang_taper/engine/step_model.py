@@ -16,10 +16,11 @@ def make_latency_model(
     `shared_read_once` is whether the attention in use reads a shared prefix once: a
     fact of this server, whatever a profile was measured with.
     """
+    buckets = sorted(graph_buckets)
     if config.latency_profile is None:
-        model = StepLatencyModel(graph_buckets=sorted(graph_buckets))
+        model = StepLatencyModel(graph_buckets=buckets)
     else:
         profile = read_latency_profile(config.latency_profile)
-        model = StepLatencyModel.from_profile(profile)
+        model = StepLatencyModel.from_profile({"graph_buckets": buckets} | profile)
     model.shared_read_once = shared_read_once
     return model
