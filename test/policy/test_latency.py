@@ -158,6 +158,30 @@ def test_a_change_of_speed_is_learned_within_a_window_of_drift(factor: float) ->
     assert coefficients(model) == scaled
 
 
+def test_each_change_of_speed_is_counted_and_noise_is_not() -> None:
+    rng, model = random.Random(7), StepLatencyModel()
+    feed(model, 500, lambda r, t: true_ms(r, t) * rng.uniform(0.8, 1.2))
+    assert model.num_drifts == 0
+    feed(model, 100, lambda r, t: 3 * true_ms(r, t), seed=1)
+    assert (model.num_drifts, model.trusted) == (1, True)
+    feed(model, 100, true_ms, seed=2)
+    assert model.num_drifts == 2
+
+
+def test_an_engine_that_no_refit_describes_loses_trust() -> None:
+    model, count = StepLatencyModel(), 0
+    feed(model, 256)
+
+    def erratic(rows: int, kv_tokens: int) -> float:
+        nonlocal count
+        count += 1
+        return true_ms(rows, kv_tokens) * (6 if count % 40 < 20 else 1)
+
+    feed(model, 200, erratic, seed=3)
+    assert model.num_drifts > 2
+    assert not model.trusted
+
+
 def test_a_slower_engine_is_taken_to_be_slower_at_sizes_not_seen_since() -> None:
     model = StepLatencyModel()
     feed(model, 256)
