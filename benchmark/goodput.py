@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 from goodput_lib.options import Options
 from goodput_lib.results import append_result
 from goodput_lib.rounds import Comparison
-from goodput_lib.servers import live_servers
+from goodput_lib.servers import live_servers, shared_flags
 from goodput_lib.tables import markdown_tables
 
 from sglang_taper.errors import TaperError
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     note = functools.partial(print, file=sys.stderr, flush=True)
     try:
-        results = asyncio.run(compare(Options.from_argv(argv), note))
+        options = Options.from_argv(argv)
+        if options.args.print_server_flags:
+            print(shlex.join([*shared_flags(options), *options.taper_flags]))
+            return 0
+        results = asyncio.run(compare(options, note))
     except TaperError as error:
         print(f"goodput.py: error: {error}", file=sys.stderr)
         return 2

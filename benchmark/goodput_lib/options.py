@@ -34,6 +34,7 @@ class Options:
     manner: Manner
     server_flags: list[str]
     taper_flags: list[str]
+    programs: list[str]
 
     @classmethod
     def from_argv(cls, argv: Sequence[str] | None = None) -> Options:
@@ -50,6 +51,7 @@ class Options:
             manner=Manner(args.branch_own_tokens, args.temperature),
             server_flags=shlex.split(args.server_flags),
             taper_flags=shlex.split(args.taper_flags),
+            programs=[name for name in args.programs.split(",") if name],
         )
         options._check()
         return options
@@ -154,7 +156,13 @@ def _add_workload_flags(group: argparse._ArgumentGroup) -> None:
         help="tokens of its own that a branch adds to the prefix (default: 0)",
     )
     add("--temperature", type=float, default=1.0)
-    add("--programs", default="", metavar="A,B", help="real programs instead of shapes")
+    add(
+        "--programs",
+        default="",
+        metavar="A,B",
+        help="programs of benchmark/programs.py instead of shapes, parts of "
+        "--serial-tokens on average",
+    )
 
 
 def _add_comparison_flags(group: argparse._ArgumentGroup) -> None:
@@ -204,6 +212,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add("--stock-base-url", help="a running server without")
     add("--model-path", default="smollm2")
     add("--server-flags", default="", help="of the servers that are started")
+    add(
+        "--print-server-flags",
+        action="store_true",
+        help="print what a server for this would be started with, and end",
+    )
     add("--taper-flags", default="", help="only of ours, as '--latency-profile FILE'")
     add(
         "--test-step-cost-ms",

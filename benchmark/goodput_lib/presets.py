@@ -16,11 +16,13 @@ _CPU_SERVER = "--max-total-tokens 24576 --max-running-requests 64"
 # Short on purpose: on a CPU, attention over a long context costs more than the rows.
 _CPU_SHAPES = "--prompt-tokens 60 --serial-tokens 40 --decomposable-factor 3"
 _MIXED = "--pdr 0.5 --pts 0.8 --fan-out 2-12 --stages 1-3"
+# One boot serves both h200 presets. Weights are random, so nothing is detokenised.
 _H200_SERVER = (
-    "--dtype bfloat16 --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
-    "--max-running-requests 256 --cuda-graph-max-bs 256 "
-    "--disable-tokenizer-batch-decode"
+    "--dtype bfloat16 --load-format dummy --skip-tokenizer-init "
+    "--mem-fraction-static 0.9 --chunked-prefill-size 8192 "
+    "--max-running-requests 256 --cuda-graph-max-bs-decode 256"
 )
+_H200_SHAPES = "--prompt-tokens 60 --serial-tokens 200 --decomposable-factor 3"
 
 PRESETS: dict[str, str] = {
     # The TPOT at which eager misses and one row each does not.
@@ -58,15 +60,13 @@ PRESETS: dict[str, str] = {
         --server-flags '{_CPU_SERVER}'""",
     "h200-closed": f"""
         --policies off,eager,cap:2,taper,ledger --rounds 1 --num-prompts 320
-        --arrivals closed:64 --prompt-tokens 60 --serial-tokens 200
-        --decomposable-factor 3 {_MIXED} --goodput ttft:2000
+        --arrivals closed:64 {_H200_SHAPES} {_MIXED} --goodput ttft:2000
         --slo-procedure --tpot-x 1.2,1.35 --server-flags '{_H200_SERVER}'""",
     "h200-slots": f"""
-        --policies off,eager,ledger --rounds 1 --num-prompts 200 --arrivals poisson
-        --rate-x 1.0,1.3,1.6 --measure-concurrency 64 --prompt-tokens 60
-        --serial-tokens 200 --decomposable-factor 3 --pdr 0.5 --pts 0.8
-        --fan-out 6-12 --stages 1-3 --goodput ttft:2000 --slo-procedure --tpot-x 1.5
-        --server-flags '{_H200_SERVER}'""",
+        --policies off,eager,ledger --rounds 1 --num-prompts 240 --arrivals poisson
+        --rate-x 1.0,1.4 --measure-concurrency 96 {_H200_SHAPES}
+        --pdr 0.5 --pts 0.8 --fan-out 6-12 --stages 1-3 --goodput ttft:2000
+        --slo-procedure --tpot-x 1.5 --server-flags '{_H200_SERVER}'""",
 }
 
 

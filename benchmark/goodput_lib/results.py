@@ -162,9 +162,13 @@ def step_pairs_ms(log: StepLog) -> list[tuple[float, float]]:
 
 def _header(run: Run, options: Options) -> dict[str, Any]:
     low, high = options.clip_prompt
+    header = workload_header(run.spec, run.requests)
+    if options.programs:
+        header["parameters"] = None
     return {
-        **workload_header(run.spec, run.requests),
-        "prompts": "random token ids",
+        **header,
+        "programs": options.programs or None,
+        "prompts": "text of programs" if options.programs else "random token ids",
         "prompt_limits": [low, high],
         "share_clipped": run.num_clipped / len(run.requests),
         "share_dropped": 0.0,

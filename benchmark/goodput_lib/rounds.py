@@ -16,6 +16,7 @@ from goodput_lib.execute import Execution
 from goodput_lib.load import Job, Played, mean_time_between_tokens_ms, play
 from goodput_lib.options import Options
 from goodput_lib.policies import Contender
+from goodput_lib.program_jobs import ProgramJobs
 from goodput_lib.results import Run, achieved, result_of
 from goodput_lib.servers import LiveServer
 from sglang_taper.workload.requests import PlannedRequest, WorkloadSpec, make_requests
@@ -30,6 +31,14 @@ class Yardstick(msgspec.Struct, frozen=True):
 
     off_ms: float | None = None
     off_requests_per_s: float | None = None
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The jobs of a run; `requests`: their shapes, of programs only once they ran."""
+
+    jobs: list[Job]
+    requests: Callable[[], list[PlannedRequest]]
+    num_clipped: int = 0
 
 
 class Comparison:
@@ -150,20 +159,16 @@ class Comparison:
         if "tpot" in planned:
             planned["tpot"] *= self.options.args.planned_share
         await server.switch(contender, planned)
-        requests, num_clipped = clipped(make_requests(spec), self.options.clip_prompt)
-        jobs = [
-            self._job(server, request, f"{spec.seed} {number}")
-            for number, request in enumerate(requests)
-        ]
+        load = self._load(server, spec)
         async with server.steps() as log:
-            played = await play(jobs, spec.arrivals.concurrency)
+            played = await play(load.jobs, spec.arrivals.concurrency)
         run = Run(
             contender=contender,
             round=round_,
             rate=rate,
             spec=spec,
-            requests=requests,
-            num_clipped=num_clipped,
+            requests=load.requests(),
+            num_clipped=load.num_clipped,
             planned_slos_ms=planned,
             played=played,
             log=log,
@@ -172,6 +177,20 @@ class Comparison:
         )
         self.note(f"round {round_} {contender.label}{_of_rate(rate)}: {run.summary}")
         return run
+
+    def _load(self, server: LiveServer, spec: WorkloadSpec) -> Load:
+        """What a run sends: programs, or the requests of `spec`."""
+        options = self.options
+        if options.programs:
+            timeout_s = options.args.request_timeout_s
+            programs = ProgramJobs(server.url, options.programs, timeout_s)
+            return Load(programs.jobs(spec), programs.requests)
+        requests, num_clipped = clipped(make_requests(spec), options.clip_prompt)
+        jobs = [
+            self._job(server, request, f"{spec.seed} {number}")
+            for number, request in enumerate(requests)
+        ]
+        return Load(jobs, lambda: requests, num_clipped)
 
     def _job(self, server: LiveServer, request: PlannedRequest, seed: str) -> Job:
         execution = Execution(

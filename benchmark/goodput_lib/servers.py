@@ -135,6 +135,12 @@ async def live_servers(
         yield servers
 
 
+def shared_flags(options: Options) -> list[str]:
+    """Flags of ours and of stock SGLang alike."""
+    # sglang.lang reads the text so far from every event.
+    return [*([] if options.programs else COMMON_FLAGS), *options.server_flags]
+
+
 def _stop(started: list[ServerProcess]) -> None:
     for server in started:
         server.stop(keep_log=False)
@@ -142,7 +148,7 @@ def _stop(started: list[ServerProcess]) -> None:
 
 def _start(options: Options, is_stock: bool) -> ServerProcess:
     args = options.args
-    flags = [*COMMON_FLAGS, *options.server_flags]
+    flags = shared_flags(options)
     if is_stock:
         module, model = "sglang.launch_server", resolve_model_path(args.model_path)
         return ServerProcess(model, flags, module, STOCK_ENV)
