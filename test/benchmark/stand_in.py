@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -48,25 +49,40 @@ class StandIn:
         self.url = ""
         self._next_id = 50_000
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[StandIn]:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[StandIn]:
+        """Serve from another thread, so that also a blocking client gets answers."""
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        runner = asyncio.run_coroutine_threadsafe(self._start(), loop).result(10)
+        try:
+            yield self
+        finally:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+
+    async def _start(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_get("/server_info", self._info)
+        app.router.add_get("/model_info", self._model)
+        app.router.add_get("/get_model_info", self._model)
         app.router.add_get("/taper/state", self._state)
         app.router.add_post("/taper/policy", self._policy)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         assert site._server is not None
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            await runner.cleanup()
+        return runner
+
+    async def _model(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": "stand-in"})
 
     async def _flush(self, _: web.Request) -> web.Response:
         self.num_flushes += 1
@@ -108,8 +124,13 @@ class StandIn:
             ids.append(self._next_id)
             reason = {"type": "length"} if count == num_tokens else None
             event: Body = {
+                "text": "x" * count,
                 "output_ids": ids if self.cumulative else ids[-1:],
-                "meta_info": {"completion_tokens": count, "finish_reason": reason},
+                "meta_info": {
+                    "prompt_tokens": 5,
+                    "completion_tokens": count,
+                    "finish_reason": reason,
+                },
             }
             await answer.write(b"data: " + orjson.dumps(event) + b"\n\n")
             if self.breaks(body):

@@ -20,12 +20,9 @@ SHAPES = (
 
 
 def compare(*flags: str, stand_in: StandIn | None = None) -> list[dict[str, Any]]:
-    async def run() -> list[dict[str, Any]]:
-        async with (stand_in or StandIn(step_s=0.002)).running() as server:
-            argv = [*SHAPES, *flags, "--base-url", server.url]
-            return await goodput.compare(Options.from_argv(argv), print)
-
-    return asyncio.run(run())
+    with (stand_in or StandIn(step_s=0.002)).running() as server:
+        options = Options.from_argv([*SHAPES, *flags, "--base-url", server.url])
+        return asyncio.run(goodput.compare(options, print))
 
 
 CLOSED = ("--num-prompts", "8", "--arrivals", "closed:2")
@@ -132,3 +129,14 @@ def test_failed_requests_are_misses_and_their_errors_are_shown() -> None:
 def test_a_bad_flag_ends_with_code_2_and_one_sentence(capsys: Any) -> None:
     assert goodput.main(["--policies", "of"]) == 2
     assert "goodput.py: error:" in capsys.readouterr().err
+
+
+def test_programs_take_the_place_of_shapes() -> None:
+    server = StandIn()
+    flags = ("--programs", "chains,chat", "--policies", "off", "--rounds", "1")
+    results = compare(*CLOSED, *flags, "--goodput", "tpot:900", stand_in=server)
+    (result,) = results
+    assert result["num_errors"] == 0
+    assert result["workload"]["programs"] == ["chains", "chat"]
+    assert result["workload"]["num_requests"] == 8
+    assert 0 < result["workload"]["pdr"] < 1

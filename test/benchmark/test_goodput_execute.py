@@ -23,14 +23,12 @@ def execute(
     sends_metadata: bool = True,
 ) -> Seen:
     async def run() -> Seen:
-        async with (
-            stand_in.running(),
-            Target(stand_in.url, timeout_s, sends_metadata) as target,
-        ):
+        async with Target(stand_in.url, timeout_s, sends_metadata) as target:
             shape = make_shape(7, phases)
             return await Execution(target, shape, manner or Manner(), "seed").run()
 
-    return asyncio.run(run())
+    with stand_in.running():
+        return asyncio.run(run())
 
 
 def meta_of(body: dict[str, Any]) -> dict[str, Any]:
