@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Options:
     rates: list[float]
     rate_factors: list[float]
     clip_prompt: tuple[int, int]
+    max_request_tokens: float
     manner: Manner
     server_flags: list[str]
     taper_flags: list[str]
@@ -48,6 +50,7 @@ class Options:
             rates=_numbers("--request-rates", args.request_rates),
             rate_factors=_numbers("--rate-x", args.rate_x),
             clip_prompt=_range("--clip-prompt", args.clip_prompt),
+            max_request_tokens=args.max_request_tokens or math.inf,
             manner=Manner(args.branch_own_tokens, args.temperature),
             server_flags=shlex.split(args.server_flags),
             taper_flags=shlex.split(args.taper_flags),
@@ -58,7 +61,7 @@ class Options:
 
     def _check(self) -> None:
         args = self.args
-        spec = self.spec(0, rate_per_s=1.0)
+        spec = self.spec(0)
         concurrency = spec.arrivals.concurrency or 0
         if args.num_prompts <= concurrency:
             accepted = f"more than the {concurrency} in flight"
@@ -99,7 +102,7 @@ class Options:
     @property
     def measuring(self) -> Arrivals:
         """The closed loop in which the SLO procedure measures `off`."""
-        arrivals = self.spec(0, rate_per_s=1.0).arrivals
+        arrivals = self.spec(0).arrivals
         if arrivals.is_closed:
             return arrivals
         return Arrivals(concurrency=self.args.measure_concurrency)
@@ -149,6 +152,11 @@ def _add_workload_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--seed", type=int, default=0, help="of round 0; every round has its own")
     add("--clip-prompt", default="1-1000000", metavar="LOW-HIGH", help="prompt tokens")
+    add(
+        "--max-request-tokens",
+        type=int,
+        help="leave longer requests out; the server's pool is a limit anyway",
+    )
     add(
         "--branch-own-tokens",
         type=int,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from goodput_lib.rounds import Yardstick
 
 MAX_SHOWN_ERRORS = 3
+_STATISTICS = ("mean", "median", "p90", "p95", "p99")
 MAX_STEP_PAIRS = 400
 
 
@@ -44,7 +45,8 @@ class Run(msgspec.Struct, frozen=True):
     rate: float | None
     spec: WorkloadSpec
     requests: list[PlannedRequest]
-    num_clipped: int
+    share_clipped: float
+    share_dropped: float
     planned_slos_ms: dict[str, float]
     played: Played
     log: StepLog | None
@@ -69,6 +71,7 @@ def result_of(
     args = options.args
     ones, duration_s = counted(run.played)
     outcomes = outcomes_of(ones, run.played.seen)
+    scored = score(outcomes, slos_ms, duration_s)
     result = {
         "policy": run.contender.label,
         "round": run.round,
@@ -80,7 +83,9 @@ def result_of(
         "tpot_slo_x": _ratio(slos_ms.get("tpot"), yardstick.off_ms),
         "off_ms_between_tokens": yardstick.off_ms,
         "request_rate": run.rate,
-        **score(outcomes, slos_ms, duration_s),
+        "rate_at_attainment": None,
+        **scored,
+        **{name: _of_metric(scored, name) for name in ("tpot", "tpot_critical")},
         **_itls(run.played),
         **_width(run.played),
         "mean_time_between_tokens_ms": mean_time_between_tokens_ms(run.played.seen),
@@ -95,6 +100,10 @@ def result_of(
     if args.output_details:
         result["requests"] = msgspec.to_builtins(outcomes)
     return result
+
+
+def _of_metric(scored: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    return {stat: scored[f"{stat}_{name}_ms"] for stat in _STATISTICS}
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -170,8 +179,8 @@ def _header(run: Run, options: Options) -> dict[str, Any]:
         "programs": options.programs or None,
         "prompts": "text of programs" if options.programs else "random token ids",
         "prompt_limits": [low, high],
-        "share_clipped": run.num_clipped / len(run.requests),
-        "share_dropped": 0.0,
+        "share_clipped": run.share_clipped,
+        "share_dropped": run.share_dropped,
         "branch_own_tokens": options.manner.branch_own_tokens,
         "temperature": options.manner.temperature,
         "lengths": "exact, end-of-sequence ignored",

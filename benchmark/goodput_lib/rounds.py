@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from goodput_lib.execute import Execution
+from goodput_lib.fitting import fitted
 from goodput_lib.load import Job, Played, mean_time_between_tokens_ms, play
 from goodput_lib.options import Options
 from goodput_lib.policies import Contender
@@ -38,7 +39,8 @@ class Load(msgspec.Struct, frozen=True):
 
     jobs: list[Job]
     requests: Callable[[], list[PlannedRequest]]
-    num_clipped: int = 0
+    share_clipped: float = 0.0
+    share_dropped: float = 0.0
 
 
 class Comparison:
@@ -123,7 +125,7 @@ class Comparison:
         """Run `off` in a closed loop and note what it needs and serves."""
         options = self.options
         spec = msgspec.structs.replace(
-            options.spec(0, rate_per_s=1.0), arrivals=options.measuring
+            options.spec(0), arrivals=options.measuring, rate_per_s=None
         )
         run = await self._play(MEASURED, 0, None, spec, options.slos_ms)
         everyone = run.played.seen
@@ -168,7 +170,8 @@ class Comparison:
             rate=rate,
             spec=spec,
             requests=load.requests(),
-            num_clipped=load.num_clipped,
+            share_clipped=load.share_clipped,
+            share_dropped=load.share_dropped,
             planned_slos_ms=planned,
             played=played,
             log=log,
@@ -185,12 +188,17 @@ class Comparison:
             timeout_s = options.args.request_timeout_s
             programs = ProgramJobs(server.url, options.programs, timeout_s)
             return Load(programs.jobs(spec), programs.requests)
-        requests, num_clipped = clipped(make_requests(spec), options.clip_prompt)
+        fitting = fitted(
+            make_requests(spec),
+            options.clip_prompt,
+            min(options.max_request_tokens, server.max_total_tokens),
+        )
         jobs = [
             self._job(server, request, f"{spec.seed} {number}")
-            for number, request in enumerate(requests)
+            for number, request in enumerate(fitting.requests)
         ]
-        return Load(jobs, lambda: requests, num_clipped)
+        shares = (fitting.share_clipped, fitting.share_dropped)
+        return Load(jobs, lambda: fitting.requests, *shares)
 
     def _job(self, server: LiveServer, request: PlannedRequest, seed: str) -> Job:
         execution = Execution(
@@ -206,17 +214,3 @@ def _of_rate(rate: float | None) -> str:
 def _requests_per_s(played: Played) -> float:
     ended = [seen for seen in played.seen if seen.ended_ms is not None]
     return 1000 * len(ended) / (played.ended_ms - played.began_ms)
-
-
-def clipped(
-    requests: list[PlannedRequest], limits: tuple[int, int]
-) -> tuple[list[PlannedRequest], int]:
-    """The requests with prompts within `limits`, and how many that changed."""
-    low, high = limits
-    found, num_changed = [], 0
-    for request in requests:
-        tokens = min(max(request.shape.prompt_tokens, low), high)
-        num_changed += tokens != request.shape.prompt_tokens
-        shape = msgspec.structs.replace(request.shape, prompt_tokens=tokens)
-        found.append(msgspec.structs.replace(request, shape=shape))
-    return found, num_changed

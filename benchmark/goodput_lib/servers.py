@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -45,6 +46,11 @@ class LiveServer:
         self._initial: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.planner_p99_ms: float | None = None
+
+    @property
+    def max_total_tokens(self) -> float:
+        """Tokens that fit into its KV pool, as far as it says."""
+        return self.facts.get("max_total_num_tokens") or math.inf
 
     async def prepare(self) -> None:
         """Ask it what it is; raises DemoError for a server without our policies."""

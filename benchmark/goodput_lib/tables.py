@@ -122,7 +122,7 @@ def rates_attained(results: Iterable[Result]) -> dict[str, dict[str, list[float]
     """
     last: dict[tuple[str, str, int], float] = {}
     for result in results:
-        if result["request_rate"] is not None and "rate_at_attainment" in result:
+        if result["request_rate"] is not None:
             slos = result["goodput_slos_ms"]
             slo = ", ".join(f"{name.upper()} {ms:.4g} ms" for name, ms in slos.items())
             key = (slo, result["policy"], result["round"])

@@ -113,6 +113,8 @@ def test_results_are_appended_as_json_lines(tmp_path: Path) -> None:
     for result in results:
         assert result["workload"]["num_requests"] == 8
         assert result["server"]["weights"] == "random"
+        assert result["tpot"]["p99"] == result["p99_tpot_ms"]
+        assert result["tpot_critical"]["mean"] >= result["tpot"]["mean"] > 0
         assert len(result["requests"]) == result["sent"] > 0
         assert result["num_errors"] == 0
 

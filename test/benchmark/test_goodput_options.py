@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from goodput_lib.fitting import fitted
 from goodput_lib.options import Options
 from goodput_lib.policies import parse_policies
 from goodput_lib.presets import PRESETS
-from goodput_lib.rounds import clipped
 
 from sglang_taper.changes import updated_params
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.types import PolicyParams
-from sglang_taper.workload.requests import make_requests, workload_header
+from sglang_taper.workload.requests import (
+    PlannedRequest,
+    make_requests,
+    workload_header,
+)
+from sglang_taper.workload.shape import make_shape
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -85,7 +92,18 @@ def test_every_round_has_requests_of_its_own() -> None:
 
 def test_prompts_are_kept_within_limits_and_the_share_is_told() -> None:
     options = Options.from_argv(["--preset", "cpu-vs-stock"])
-    requests, num_changed = clipped(make_requests(options.spec(0)), options.clip_prompt)
-    lengths = [request.shape.prompt_tokens for request in requests]
+    found = fitted(make_requests(options.spec(0)), options.clip_prompt, math.inf)
+    lengths = [request.shape.prompt_tokens for request in found.requests]
     assert 1024 <= min(lengths) <= max(lengths) <= 4096
-    assert 0 < num_changed < len(requests)
+    assert 0 < found.share_clipped < 1
+    assert found.share_dropped == 0
+
+
+def test_what_does_not_fit_the_server_is_left_out_and_the_share_is_told() -> None:
+    shapes = [make_shape(10, [5]), make_shape(10, [2, [[5], [6]], 2])]
+    requests = [PlannedRequest(0.0, shape) for shape in shapes]
+    found = fitted(requests, (1, 100), 24)
+    assert [request.shape for request in found.requests] == shapes[:1]
+    assert (found.share_clipped, found.share_dropped) == (0.0, 0.5)
+    with pytest.raises(FieldError, match="--max-request-tokens"):
+        fitted(requests, (1, 100), 14)
