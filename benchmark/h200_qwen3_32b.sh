@@ -56,7 +56,8 @@ run() {
   if $dry_run; then
     echo "$@"
   else
-    timeout $((END_S - SECONDS)) "$@" || echo "ended with $?: $*" >&2
+    timeout $((END_S > SECONDS + 5 ? END_S - SECONDS : 5)) "$@" \
+      || echo "ended with $?: $*" >&2
   fi
 }
 
