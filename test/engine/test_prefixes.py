@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_taper.engine.attention.counting import AttentionCounters
-from sglang_taper.engine.attention.prefixes import StepPrefixes, num_equal
+from sglang_taper.engine.attention.prefixes import Member, StepPrefixes, num_equal
 from sglang_taper.ops.segments import (
     Segment,
     StepLayout,
@@ -30,11 +30,14 @@ class Rows:
     def __init__(self) -> None:
         self.table: dict[int, list[int]] = {}
         self.num_reads = 0
+        self.on_their_way: set[int] = set()
 
-    def read(self, row: int, num_tokens: int) -> np.ndarray:
+    def read(self, member: Member) -> np.ndarray | None:
         self.num_reads += 1
-        assert num_tokens < len(self.table[row])
-        return np.array(self.table[row][:num_tokens], np.int32)
+        assert member.num_tokens < len(self.table[member.row])
+        if member.row in self.on_their_way:
+            return None
+        return np.array(self.table[member.row][: member.num_tokens], np.int32)
 
     def add(self, group: Any, row: int, slots: list[int]) -> Any:
         self.table[row] = slots
@@ -108,6 +111,20 @@ def test_slots_are_compared_once_while_the_branches_stay(rows: Rows) -> None:
         rows.table[req.kv.req_pool_idx].append(2000 + req.kv.req_pool_idx)
     assert rows.segments(prefixes, reqs) == first
     assert rows.num_reads == 4
+
+
+def test_a_row_shares_from_when_its_slots_are_known(rows: Rows) -> None:
+    group, prefixes = Group(), StepPrefixes()
+    reqs = [rows.add(group, row, [*PREFIX, 1000 + row]) for row in range(3)]
+    rows.on_their_way = {1, 2}
+    assert rows.segments(prefixes, reqs) == []
+    rows.on_their_way = {1}
+    assert rows.segments(prefixes, reqs) == [Segment((0, 2), 0, 100)]
+    rows.on_their_way = set()
+    assert rows.segments(prefixes, reqs) == [Segment((0, 1, 2), 0, 100)]
+    known = rows.num_reads
+    assert rows.segments(prefixes, reqs) == [Segment((0, 1, 2), 0, 100)]
+    assert rows.num_reads == known
 
 
 def test_deferred_branches_do_not_make_the_others_compare_again(rows: Rows) -> None:

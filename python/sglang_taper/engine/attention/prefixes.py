@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 # Shorter segments are left to the rows: a part of its own costs more than it saves.
 MIN_SEGMENT_TOKENS = 16
 
-# The KV slots of tokens `[0, n)` of a request row, on the host.
-ReadSlots = Callable[[int, int], np.ndarray]
-
-
 # A request in a row of the request table, from its admission to its retraction: it may
 # get the same row again, with other slots.
 Key = tuple[int, int, int]
@@ -53,11 +49,20 @@ class Member(msgspec.Struct, frozen=True):
         return not ended and key_of(self.req) == self.key
 
 
+# The KV slots of a branch's first `num_tokens` tokens, on the host; None while they are
+# still on their way there.
+ReadSlots = Callable[[Member], "np.ndarray | None"]
+
+
 class SlotOrder:
-    """The rows of one group sorted by their slots, and what neighbours share."""
+    """The rows of one group sorted by their slots, and what neighbours share.
+
+    A row whose slots are not known yet shares nothing.
+    """
 
     def __init__(self) -> None:
         self._members: dict[Key, Member] = {}
+        self._slots: dict[Key, np.ndarray] = {}
         self._common: list[int] = []
 
     def among(
@@ -79,12 +84,16 @@ class SlotOrder:
         return keys, common
 
     def _sort(self, present: dict[Key, Member], read: ReadSlots) -> None:
-        kept = {k: m for k, m in self._members.items() if m.is_current}
-        members = kept | present
-        slots = {k: read(m.row, m.num_tokens) for k, m in members.items()}
+        members = {k: m for k, m in self._members.items() if m.is_current}
+        slots = {key: self._slots[key] for key in members}
+        for key in present.keys() - members.keys():
+            found = read(present[key])
+            if found is not None:
+                members[key], slots[key] = present[key], found
         # big-endian bytes compare as the numbers do
         order = sorted(members, key=lambda key: slots[key].astype(">i4").tobytes())
         self._members = {key: members[key] for key in order}
+        self._slots = slots
         self._common = [
             num_equal(slots[one], slots[two]) for one, two in pairwise(order)
         ]

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_taper.engine.attention.counting import AttentionCounters
-from sglang_taper.engine.attention.prefixes import StepPrefixes
+from sglang_taper.engine.attention.prefixes import Member, StepPrefixes
 from sglang_taper.ops.segments import Segment, StepLayout
 from sglang_taper.ops.torch_decode import TorchPlan, decode, make_plan
 from sglang_taper.ops.torch_extend import TorchExtendPlan, extend, make_extend_plan
@@ -28,6 +28,8 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
     """One per model runner. On another device than the CPU it does what SGLang does."""
 
     shared_prefix_attention = "torch"
+    # SGLang's memory is the host's, and whatever is shared is read once
+    may_share, waits_for_slots = True, False
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -78,15 +80,23 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         counters.decode_step(seq_lens, segments, plan.num_saved_tokens)
         return plan
 
+    def announce(self, reqs: Sequence[Any], *_tensors: Any) -> None:
+        """`reqs` run next, in this order."""
+        self.step_prefixes.announce(reqs)
+
+    def would_not_share(self, reqs: Sequence[Any], seq_lens: Sequence[int]) -> bool:
+        """Whether a step of `reqs` would read a shared prefix for each row."""
+        return False
+
     def segments_among(
         self, reqs: Sequence[Any], seq_lens: Sequence[int]
     ) -> list[Segment]:
         """What rows of `reqs` would share in a decode step of all of them."""
         return self.step_prefixes.segments_among(reqs, seq_lens, self._read_slots)
 
-    def _read_slots(self, row: int, num_tokens: int) -> np.ndarray:
+    def _read_slots(self, member: Member) -> np.ndarray:
         table: torch.Tensor = self.req_to_token_pool.req_to_token
-        slots: np.ndarray = table[row, :num_tokens].numpy()
+        slots: np.ndarray = table[member.row, : member.num_tokens].numpy()
         return slots
 
     def _fall_back(self, reason: str) -> None:
