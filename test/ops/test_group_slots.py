@@ -13,6 +13,7 @@ from sglang_taper.ops.group_slots import (
     choose_groups,
     num_slots_for,
     plan_two_levels,
+    slots_for_groups,
     tile_rows,
 )
 from sglang_taper.ops.segments import Segment
@@ -40,6 +41,25 @@ def test_slots_for_a_tile_give_at_most_that_tile(
         assert tile_rows(rows, slots - 1, ratio, 128) == 128
     if wanted == 128 and rows * ratio > 256:
         assert tile_rows(rows, slots, ratio, 128) == 128
+
+
+@given(st.integers(2, 512), st.integers(1, 16), st.sampled_from([64, 128, 256]))
+def test_more_slots_make_room_for_groups_and_no_smaller_tiles(
+    rows: int, ratio: int, dim: int
+) -> None:
+    fewest = num_slots_for(rows, ratio, 64)
+    slots = slots_for_groups(rows, ratio, dim, 64)
+    assert fewest <= slots <= rows
+    tile = tile_rows(rows, fewest, ratio, dim)
+    assert tile_rows(rows, slots, ratio, dim) == tile
+    if slots < rows // 2 + 1:
+        assert tile_rows(rows, slots + 1, ratio, dim) < tile
+
+
+def test_eight_rows_may_be_of_four_groups() -> None:
+    assert slots_for_groups(8, 8, 128, 64) == 5
+    assert slots_for_groups(4, 8, 128, 64) == 2
+    assert slots_for_groups(64, 8, 128, 64) == 57
 
 
 def test_a_tree_is_cut_where_it_saves_the_most_reads() -> None:

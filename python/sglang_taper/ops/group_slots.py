@@ -68,6 +68,21 @@ def num_slots_for(num_rows: int, head_ratio: int, wanted_tile_rows: int) -> int:
     return max(2, num_rows - longest + 1)
 
 
+def slots_for_groups(
+    num_rows: int, head_ratio: int, head_dim: int, wanted_tile_rows: int
+) -> int:
+    """`num_slots_for`, and more if that makes room for groups but no smaller tiles.
+
+    Small tiles are not split along a prefix, which would be walked serially.
+    """
+    fewest = num_slots_for(num_rows, head_ratio, wanted_tile_rows)
+    tile = tile_rows(num_rows, fewest, head_ratio, head_dim)
+    slots = max(fewest, num_rows // 2 + 1)
+    while tile_rows(num_rows, slots, head_ratio, head_dim) < tile:
+        slots -= 1
+    return slots
+
+
 def choose_groups(segments: Sequence[Segment], max_groups: int) -> tuple[Group, ...]:
     """At most `max_groups` disjoint groups from a tree, to save the most reads.
 
