@@ -1,6 +1,6 @@
 """Shared-prefix decode attention on one GPU, in five minutes.
 
-    python benchmark/shared_prefix_gpu.py --out results
+    python benchmark/shared_prefix_gpu.py --out results [--heads 32/8/128]
 
 1. Correctness against float64: groups, trees, rows without a group, padding, empty
    slots. A way to attend that is wrong is left out of what follows.
@@ -9,6 +9,8 @@
    FlashInfer decode (fa2, fa3) against FlashInfer in two levels and our Triton kernel.
 4. Launch shapes of the Triton kernel.
 5. Constants of the attention gate, fitted, and what the gate would have lost with them.
+   A server takes them with `--attention-profile results/attention_gate.json`; they hold
+   for this device and the heads that were timed.
 
 Exit codes: 0; 1 if anything was wrong or missing (only fa3 may be); 2 without a CUDA
 device. Writes shared_prefix_gpu.json and .md after each part, and attention_gate.json.
@@ -61,6 +63,7 @@ class Session:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(DEVICE)
         self.options = options
+        self.grid = dict.fromkeys(options.heads, GRID[WIDE]) or GRID
         self.left_out: set[str] = set()
         self.results: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
@@ -102,7 +105,8 @@ class Session:
         text = json.dumps(self.results, indent=1)
         (out / "shared_prefix_gpu.json").write_text(text + "\n")
         (out / "shared_prefix_gpu.md").write_text(to_markdown(self.results))
-        profile = json.dumps(gate_profile(self.results["gate"]), indent=1)
+        entries = gate_profile(self.results["device"], self.results["gate"])
+        profile = json.dumps(entries, indent=1)
         (out / "attention_gate.json").write_text(profile + "\n")
 
 
@@ -126,7 +130,7 @@ def run_checks(session: Session) -> None:
 
 
 def run_cells(session: Session) -> None:
-    for heads, cells in GRID.items():
+    for heads, cells in session.grid.items():
         for cell in cells[:: 3 if session.options.quick else 1]:
             record = {"heads": heads.label, "cell": cell.label, "us": {}}
             session.results["cells"].append(record)
@@ -180,7 +184,7 @@ def run_launch_shapes(session: Session) -> None:
 def run_gate(session: Session) -> None:
     """Against plain fa2, as a server would run the step; else against plain Triton."""
     plain = "plain triton" if "plain fa2" in session.left_out else "plain fa2"
-    for heads, cells in GRID.items():
+    for heads, cells in session.grid.items():
         measured = [
             (cell, record["us"])
             for cell in cells
@@ -218,9 +222,25 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def heads_of(text: str) -> Heads:
+    """Of a text such as 64/8/128; ValueError if it is not one."""
+    heads = Heads(*map(int, text.split("/")))
+    if min(heads) < 1 or heads.num_q % heads.num_kv:
+        raise ValueError(text)
+    return heads
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default=".", help="folder for the results")
+    parser.add_argument(
+        "--heads",
+        type=heads_of,
+        action="append",
+        default=[],
+        metavar="Q/KV/DIM",
+        help="heads of a layer on one rank, to be timed instead of the grid's",
+    )
     parser.add_argument("--quick", action="store_true", help="every third cell")
     parser.add_argument(
         "--scattered", action="store_true", help="permute the KV slots of timed steps"

@@ -61,10 +61,12 @@ def gate_report(
     }
 
 
-def gate_profile(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The constants alone, as `constants_from_profile` reads them."""
+def gate_profile(
+    device: str, reports: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What a server needs of them, as `measured_from_profile` reads it."""
     keys = ("heads", "name", "tile_rows", "constants")
-    return [{key: report[key] for key in keys} for report in reports]
+    return [{"device": device} | {key: r[key] for key in keys} for r in reports]
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:

@@ -92,9 +92,17 @@ class TaperConfig:
     shared_prefix_attention: str = _setting(
         "auto",
         "Attention that reads a shared prefix once per group: torch (CPU), triton or "
-        "flashinfer (CUDA; not built yet), auto (torch on the CPU, else SGLang's own) "
-        "or off (SGLang's own).",
+        "flashinfer (CUDA, with SGLang's flashinfer backend for decode), auto (torch "
+        "on the CPU; on CUDA flashinfer in the steps where --attention-profile says "
+        "that it pays) or off (SGLang's own).",
         ATTENTIONS,
+    )
+    attention_profile: str | None = _setting(
+        None,
+        "Timings of shared-prefix attention on this GPU (attention_gate.json of "
+        "benchmark/shared_prefix_gpu.py), by which auto decides.",
+        None,
+        metavar="FILE",
     )
     fork_pin_ttl_s: float = _setting(
         60.0,
@@ -188,14 +196,21 @@ def checked(f: Any, value: object, name: str | None = None) -> object:
 
 def read_latency_profile(path: str) -> dict[str, Any]:
     """The JSON object in `path`; FieldError names the flag when there is none."""
-    flag = flag_of("latency_profile")
-    try:
-        profile = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise FieldError(flag, path, f"a readable JSON file ({error})") from None
+    profile = read_json(path, "latency_profile")
     if not isinstance(profile, dict):
+        flag = flag_of("latency_profile")
         raise FieldError(flag, path, "a file with one JSON object")
     return profile
+
+
+def read_json(path: str, name: str) -> Any:
+    """What the file of setting `name` holds; FieldError names the flag if it can not
+    be read."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        accepted = f"a readable JSON file ({error})"
+        raise FieldError(flag_of(name), path, accepted) from None
 
 
 def to_environment(config: TaperConfig) -> dict[str, str]:

@@ -20,6 +20,7 @@ from sglang_taper.engine.refusals import refused
 from sglang_taper.errors import FieldError, TaperError, UnsupportedMode
 from sglang_taper.models import resolve_model_path
 from sglang_taper.policy.admission import policy_names
+from sglang_taper.policy.attention_profile import measured_from_profile
 from sglang_taper.policy.latency import StepLatencyModel
 
 WORKER_APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -111,6 +112,10 @@ def activate(cli: Mapping[str, object]) -> TaperConfig:
         if config.latency_profile is not None:
             StepLatencyModel.from_profile(
                 settings.read_latency_profile(config.latency_profile)
+            )
+        if config.attention_profile is not None:
+            measured_from_profile(
+                settings.read_json(config.attention_profile, "attention_profile")
             )
         plugin.preflight()
         plugin.install(Role.TOKENIZER)

@@ -23,7 +23,7 @@ import shared_prefix_gpu
 from shared_prefix import checks, contenders, steps
 
 from sglang_taper.ops.segments import check_layout
-from sglang_taper.policy.attention_gate import constants_from_profile
+from sglang_taper.policy.attention_profile import measured_from_profile
 
 HEADS = steps.Heads(4, 1, 16)
 LAUNCH_SHAPES = contenders.LAUNCH_SHAPES
@@ -82,8 +82,9 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix_gpu, "LAUNCH_CELLS", cells[:1])
 
 
-def run(folder: Path) -> tuple[int, dict[str, Any]]:
-    code = shared_prefix_gpu.main(["--out", str(folder), "--rounds=1", "--layers=1"])
+def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    arguments = ["--out", str(folder), "--rounds=1", "--layers=1", *options]
+    code = shared_prefix_gpu.main(arguments)
     return code, json.loads((folder / "shared_prefix_gpu.json").read_text())
 
 
@@ -99,10 +100,21 @@ def test_every_part_runs_and_leaves_its_results(tmp_path: Path) -> None:
     profile = json.loads((tmp_path / "attention_gate.json").read_text())
     names = {(entry["heads"], entry["name"]) for entry in profile}
     assert names == {("4/1/16", name) for name in contenders.SHARED}
-    for entry in profile:
-        constants_from_profile(entry["constants"])
+    assert {entry.device for entry in measured_from_profile(profile)} == {"no device"}
     table = (tmp_path / "shared_prefix_gpu.md").read_text()
     assert "| 4/1/16 | 2x2 P=40 s=3 | 1000.0 |" in table
+
+
+@pytest.mark.usefixtures("dry")
+def test_the_heads_of_a_model_can_be_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix_gpu, "LAUNCH_SHAPES", [])
+    code, results = run(tmp_path, "--heads=6/2/16")
+    assert code == 0
+    assert {cell["heads"] for cell in results["cells"]} == {"6/2/16"}
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--heads=6/4/16")
 
 
 @pytest.mark.usefixtures("dry")
