@@ -8,14 +8,18 @@ there and in all that is computed from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_taper.engine.attention.counting import AttentionCounters
+from sglang_taper.engine.attention.gate import StepGate
 from sglang_taper.engine.attention.prefixes import StepPrefixes
-from sglang_taper.ops.segments import StepLayout, check_layout
+from sglang_taper.engine.attention.shared_steps import SharedSteps
+from sglang_taper.engine.attention.slot_copies import SlotCopies
+from sglang_taper.ops.segments import Segment, StepLayout, check_layout
 
 # Hashes are float32 in the pool, exact below 2 ** 24.
 MODULUS = 8_388_593
@@ -47,27 +51,71 @@ def hashes_of(req: Any, known: list[int]) -> list[int]:
     return known
 
 
+class NoEvent:
+    """Copies on the CPU have happened when they return."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class AnyTree:
+    """A decoder that could read any tree once."""
+
+    name = measured_as = "any tree"
+
+    def usable(self, segments: Any, num_rows: int) -> tuple[Segment, ...]:
+        return tuple(segments)
+
+    def fits(self, segments: Any, seq_lens: Any) -> bool:
+        return True
+
+
 class SharedReads:
-    """What a backend that reads a shared prefix once would read."""
+    """What backends that read a shared prefix once would read: one that knows all slots
+    at once, as on the CPU, and `delayed`, one that waits for copies, as on CUDA."""
 
     shared_prefix_attention = "checked"
+    may_share, waits_for_slots = True, False
 
     def __init__(self, table: torch.Tensor, kv: torch.Tensor) -> None:
         self.step_prefixes = StepPrefixes()
         self.attention_counters = AttentionCounters()
         self._table, self._kv = table, kv
+        decoder: Any = AnyTree()
+        self.delayed = SharedSteps(
+            StepGate(always=True), decoder, SlotCopies(table, NoEvent)
+        )
+
+    def announce(self, reqs: list[Any], *tensors: Any) -> None:
+        self.step_prefixes.announce(reqs)
+        self.delayed.announce(reqs, *tensors)
 
     def segments_among(self, reqs: list[Any], seq_lens: tuple[int, ...]) -> Any:
         return self.step_prefixes.segments_among(reqs, seq_lens, self._read_slots)
 
-    def _read_slots(self, row: int, num_tokens: int) -> Any:
-        return self._table[row, :num_tokens].numpy()
+    def would_not_share(self, reqs: list[Any], seq_lens: list[int]) -> bool:
+        return False
 
-    def check(self, rows: list[int], seq_lens: list[int]) -> None:
+    def _read_slots(self, member: Any) -> Any:
+        return self._table[member.row, : member.num_tokens].numpy()
+
+    def check(self, indices: torch.Tensor, seq_lens: list[int]) -> None:
         """Fails when a row would read KV in a segment that is not its own."""
+        rows = indices.tolist()
         found = self.step_prefixes.segments(rows, seq_lens, self._read_slots)
-        check_layout(StepLayout(tuple(found), tuple(seq_lens)))
+        self._check(found, rows, seq_lens)
         self.attention_counters.decode_step(seq_lens, found, num_saved=0)
+        delayed = self.delayed.segments_of(indices)
+        assert bool(delayed) == self.delayed.shares_now
+        self._check(delayed, rows, seq_lens)
+
+    def _check(
+        self, found: Sequence[Segment], rows: list[int], seq_lens: list[int]
+    ) -> None:
+        check_layout(StepLayout(tuple(found), tuple(seq_lens)))
         for segment in found:
             part = slice(segment.start, segment.end)
             read = self._kv[self._table[rows[segment.rows[0]], part].long()]
@@ -96,7 +144,7 @@ class TruthWorker:
         """Write the KV of `batch` and sample; fails on a slot that is not the row's."""
         lengths = batch.seq_lens.tolist()
         if batch.forward_mode.is_decode():
-            self.attn_backend.check(batch.req_pool_indices.tolist(), lengths)
+            self.attn_backend.check(batch.req_pool_indices, lengths)
         starts = [length - 1 for length in lengths]
         if batch.forward_mode.is_extend():
             starts = batch.prefix_lens

@@ -9,6 +9,19 @@ import pytest
 
 from sglang_taper.config import TaperConfig
 from sglang_taper.engine.attention.choice import refused_attention
+from sglang_taper.engine.attention.use import check_wish
+from sglang_taper.errors import UnsupportedMode
+
+ON_CUDA = {
+    "device": "cuda",
+    "attention_backend": "flashinfer",
+    "decode_attention_backend": None,
+    "kv_cache_dtype": "auto",
+    "enable_deterministic_inference": False,
+    "dcp_size": 1,
+    "enable_two_batch_overlap": False,
+    "enable_unified_memory": False,
+}
 
 
 def reasons(wanted: str, policy: str = "taper", **args: Any) -> list[str]:
@@ -29,12 +42,62 @@ def test_torch_can_be_had_on_the_cpu_with_torch_native() -> None:
     assert reasons("torch", decode_attention_backend="torch_native") == []
 
 
+@pytest.mark.parametrize("wanted", ["triton", "flashinfer"])
+def test_both_ways_on_cuda_can_be_had_with_flashinfer(wanted: str) -> None:
+    assert reasons(wanted, **ON_CUDA) == []
+    split = {"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}
+    assert reasons(wanted, **{**ON_CUDA, **split}) == []
+
+
+@pytest.mark.parametrize("backend", [None, object()])
+def test_a_wish_that_the_model_has_overruled_is_refused(backend: Any) -> None:
+    config = TaperConfig(branch_policy="taper", shared_prefix_attention="triton")
+    if backend is None:
+        with pytest.raises(UnsupportedMode, match="another attention for this model"):
+            check_wish(config, backend)
+    else:
+        check_wish(config, backend)
+    for wanted in ("auto", "off"):
+        any_wish = TaperConfig(branch_policy="taper", shared_prefix_attention=wanted)
+        check_wish(any_wish, backend)
+
+
 @pytest.mark.parametrize(
     ("wanted", "args", "reason"),
     [
         ("triton", {}, "on the device cpu: it needs CUDA"),
         ("flashinfer", {}, "on the device cpu: it needs CUDA"),
-        ("triton", {"device": "cuda"}, "not built yet for CUDA"),
+        (
+            "triton",
+            {**ON_CUDA, "attention_backend": "fa3"},
+            "decode attention fa3: it extends flashinfer",
+        ),
+        (
+            "flashinfer",
+            {**ON_CUDA, "decode_attention_backend": "triton"},
+            "give --decode-attention-backend flashinfer too",
+        ),
+        (
+            "flashinfer",
+            {**ON_CUDA, "kv_cache_dtype": "fp8_e4m3"},
+            "--kv-cache-dtype: KV must have the type of the model",
+        ),
+        (
+            "triton",
+            {**ON_CUDA, "enable_deterministic_inference": True},
+            "--enable-deterministic-inference",
+        ),
+        ("triton", {**ON_CUDA, "dcp_size": 2}, "--dcp-size"),
+        (
+            "flashinfer",
+            {**ON_CUDA, "enable_two_batch_overlap": True},
+            "--enable-two-batch-overlap",
+        ),
+        (
+            "flashinfer",
+            {**ON_CUDA, "enable_unified_memory": True},
+            "--enable-unified-memory",
+        ),
         ("torch", {"device": "cuda"}, "torch runs on the CPU"),
         ("torch", {"attention_backend": "intel_amx"}, "torch extends torch_native"),
         (

@@ -29,6 +29,8 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang_taper.engine.attention.counting import AttentionCounters
 from sglang_taper.protocol import BranchMeta
 
+# of a backend that knows all slots at once, and one that waits for them
+Reads = tuple[AttentionCounters, AttentionCounters]
 MAX_TOKENS = 150
 MAX_WAITING = 24
 # Prompts that share beginnings, within pages and over several.
@@ -51,7 +53,7 @@ seeds = st.one_of(st.none(), st.integers(1, 3))
 class ForkMachine(RuleBasedStateMachine):
     """The client side of it: remembers what it sent, and forks, joins and aborts."""
 
-    def __init__(self, shape: Shape, reads: list[AttentionCounters]) -> None:
+    def __init__(self, shape: Shape, reads: list[Reads]) -> None:
         super().__init__()
         self.reads = reads
         self.engine = ForkEngine(shape)
@@ -274,7 +276,8 @@ class ForkMachine(RuleBasedStateMachine):
         self.engine.step()
         assert not len(self.engine.taper.pins)
         assert self.engine.tree_cache.protected_size() == 0
-        self.reads.append(self.engine.tp_worker.attn_backend.attention_counters)
+        backend = self.engine.tp_worker.attn_backend
+        self.reads.append((backend.attention_counters, backend.delayed.counters))
         super().teardown()
 
 
@@ -289,11 +292,12 @@ def test_no_event_leaks_or_mixes_up_memory(
     core: str, page_size: int, overlap: bool
 ) -> None:
     shape = Shape(core, page_size, overlap)
-    reads: list[AttentionCounters] = []
+    reads: list[Reads] = []
     with engine_settings(shape):
         run_state_machine_as_test(
             lambda: ForkMachine(shape, reads),
             settings=settings(max_examples=25, stateful_step_count=60),
         )
     # what rows would read for each other was looked at, and often
-    assert sum(counters.num_shared_steps for counters in reads) > 100
+    for counters in zip(*reads, strict=True):
+        assert sum(c.num_shared_steps for c in counters) > 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_taper.changes import updated_params
@@ -17,7 +17,11 @@ from sglang_taper.config import TaperConfig
 from sglang_taper.engine.clock import StepClock, TaperTick, monotonic_ms
 from sglang_taper.engine.counters import Counters, StepRecord
 from sglang_taper.engine.groups import Branch, GroupTable
-from sglang_taper.engine.observe import every_row_must_run, observe_batch
+from sglang_taper.engine.observe import (
+    every_row_must_run,
+    not_read_once,
+    observe_batch,
+)
 from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
 from sglang_taper.engine.prefix import namespace_of
 from sglang_taper.engine.sharing import note_finish, note_prefill
@@ -125,8 +129,17 @@ class BranchController:
 
     # -- one decode step
 
-    def plan(self, batch: ScheduleBatch, num_waiting: int) -> AdmissionPlan:
-        """Decide which rows of `batch` run in the step that is about to start."""
+    def plan(
+        self,
+        batch: ScheduleBatch,
+        num_waiting: int,
+        each_reads: Callable[[list[int]], bool] = lambda rows: False,
+    ) -> AdmissionPlan:
+        """Decide which rows of `batch` run in the step that is about to start.
+
+        `each_reads` says whether in a step of certain rows each would read the prefix
+        that they share. A plan that took it to be read once is then made again.
+        """
         began = time.perf_counter()
         self.step += 1
         tick = self._tick_in_force()
@@ -136,6 +149,9 @@ class BranchController:
             self._builder, batch, states, self.step, tick, self.params, num_waiting
         )
         plan = self._decide(view, batch)
+        if view.model.shared_read_once and each_reads(plan.rows):
+            view = not_read_once(view)
+            plan = self._decide(view, batch)
         record_step(states, plan.rows, self.step)
         self._planned = self._record(view, plan)
         self.counters.planned(self._planned, 1000 * (time.perf_counter() - began))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from sglang_taper.engine.attention_rows import CPU_ATTENTION_HOOKS, CUDA_ATTENTION_HOOKS
 from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
 
 _SCHED = "sglang.srt.managers.scheduler.Scheduler"
 _ENGINE = "sglang_taper.engine"
-_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def _override(name: str, why: str, removable_when: str) -> Hook:
@@ -20,37 +20,6 @@ def _override(name: str, why: str, removable_when: str) -> Hook:
         removable_when=removable_when,
     )
 
-
-def _attention_override(name: str, why: str) -> Hook:
-    return Hook(
-        id=f"attention-{name.strip('_').replace('_', '-')}",
-        target=f"{_ATTENTION}.{name}",
-        kind=Kind.OVERRIDE,
-        role=Role.SCHEDULER,
-        function=None,
-        why=why,
-        removable_when="same as attention",
-    )
-
-
-# Not installed with `--shared-prefix-attention off`.
-ATTENTION_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        id="attention",
-        target=_ATTENTION,
-        kind=Kind.REPLACE,
-        role=Role.SCHEDULER,
-        function=f"{_ENGINE}.attention.torch_backend:SharedPrefixTorchBackend",
-        why="a subclass under SGLang's own name: what SGLang decides by the name "
-        "torch_native stays decided",
-        removable_when="SGLang's attention reads a shared prefix once",
-    ),
-    _attention_override("init_forward_metadata", "one plan for all layers of a pass"),
-    _attention_override("_run_sdpa_forward_decode", "decode reads a prefix once"),
-    _attention_override(
-        "_run_sdpa_forward_extend", "prefill without queries of the cached prefix"
-    ),
-)
 
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -171,5 +140,6 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "repeats a token of a row that sat out a step",
         removable_when="penalties are fed by position upstream",
     ),
-    *ATTENTION_HOOKS,
+    *CPU_ATTENTION_HOOKS,
+    *CUDA_ATTENTION_HOOKS,
 )

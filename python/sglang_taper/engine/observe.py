@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang_taper.engine.clock import TaperTick
 from sglang_taper.policy.state import BranchState, StepBuilder
 from sglang_taper.policy.types import PolicyParams, StepView
@@ -33,6 +35,12 @@ def observe_batch(
         num_waiting_prefill=num_waiting,
         stall_share=tick.stall_share,
     )
+
+
+def not_read_once(view: StepView) -> StepView:
+    """The same step, if each row reads what it shares."""
+    model = msgspec.structs.replace(view.model, shared_read_once=False)
+    return msgspec.structs.replace(view, model=model)
 
 
 def rows_that_must_run(batch: ScheduleBatch) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sglang_taper import config as settings
 from sglang_taper.engine import compat
-from sglang_taper.engine.hook_rows import ATTENTION_HOOKS
+from sglang_taper.engine.attention_rows import CPU_ATTENTION_HOOKS, CUDA_ATTENTION_HOOKS
 from sglang_taper.engine.hooks import HOOKS, Hook, Kind, Role
 from sglang_taper.errors import HookError, TaperError
 
@@ -115,9 +115,16 @@ def _wanted(row: Hook) -> bool:
     """Engine keywords need a loaded engine; importing it would cost seconds."""
     if row.id in installed:
         return False
-    if row in ATTENTION_HOOKS and settings.load().shared_prefix_attention == "off":
-        return False
+    if row in CPU_ATTENTION_HOOKS + CUDA_ATTENTION_HOOKS:
+        is_on = settings.load().shared_prefix_attention != "off"
+        return is_on and (row in CPU_ATTENTION_HOOKS or _has_cuda())
     return row.id != "engine-keywords" or _ENGINE_MODULE in sys.modules
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _registry() -> Any:

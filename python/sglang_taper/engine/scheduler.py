@@ -57,7 +57,9 @@ class TaperScheduler(Scheduler):
         register_message_types()
         self._attention = attention.shared_prefix_backend(self.tp_worker.model_runner)
         self._shared_tokens = attention.SharedTokens(self._attention)
-        self.taper = self._make_controller(load_config())
+        config = load_config()
+        attention.check_wish(config, self._attention)
+        self.taper = self._make_controller(config)
         self._forks = ForkAdmission(self, self.taper)
         self._taper_metrics = StepMetrics(self.metrics_reporter.enable_metrics)
         self._request_dispatcher += TypeBasedDispatcher(
@@ -73,7 +75,7 @@ class TaperScheduler(Scheduler):
             model=make_latency_model(
                 config,
                 self.tp_worker.get_decode_cuda_graph_bs(),
-                shared_read_once=self._attention is not None,
+                shared_read_once=attention.may_share(self._attention),
             ),
             num_ranks=get_parallel().tp_size,
             asynchronous=self.enable_overlap and self.device != "cpu",
@@ -182,7 +184,11 @@ class TaperScheduler(Scheduler):
     @rank_consensus(same_results=["result.rows", "result.reason"])
     def _plan_step(self, batch: ScheduleBatch) -> AdmissionPlan:
         self._shared_tokens.note(batch)
-        return self.taper.plan(batch, len(self.waiting_queue))
+        return self.taper.plan(
+            batch,
+            len(self.waiting_queue),
+            lambda rows: self._shared_tokens.each_reads(batch, rows),
+        )
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self.taper.launched(batch.forward_mode.is_decode(), self._sched_idled)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_taper.config import TaperConfig
+from sglang_taper.engine.attention.choice import FLAG
+from sglang_taper.errors import UnsupportedMode
 from sglang_taper.ops.segments import StepLayout, private_starts
 
 if TYPE_CHECKING:
@@ -25,10 +29,26 @@ def shared_prefix_backend(model_runner: Any) -> Any | None:
     return None
 
 
+def check_wish(config: TaperConfig, backend: Any | None) -> None:
+    """Raise UnsupportedMode if the attention asked for is not the one in use."""
+    wanted = config.shared_prefix_attention
+    if wanted not in ("auto", "off") and backend is None:
+        accepted = "auto or off: SGLang chose another attention for this model"
+        raise UnsupportedMode(FLAG, wanted, accepted)
+
+
+def may_share(backend: Any | None) -> bool:
+    """Whether some step of this server can read a shared prefix once."""
+    return backend is not None and backend.may_share
+
+
 def announce(backend: Any | None, batch: ScheduleBatch) -> None:
     """Tell the backend which branches the pass holds that is about to be launched."""
     if backend is not None:
-        backend.step_prefixes.announce(batch.reqs)
+        seq_lens = None
+        if batch.forward_mode.is_decode() and batch.seq_lens_cpu is not None:
+            seq_lens = batch.seq_lens_cpu.tolist()
+        backend.announce(batch.reqs, batch.req_pool_indices, seq_lens)
 
 
 class SharedTokens:
@@ -36,21 +56,35 @@ class SharedTokens:
     once: `shared_tokens` of the branches of a batch, set when its rows change."""
 
     def __init__(self, backend: Any | None) -> None:
-        self._backend = backend
+        self._backend = backend if may_share(backend) else None
         self._reqs: list[Req] = []
+        self._is_final = False
 
     def note(self, batch: ScheduleBatch) -> None:
         """`batch` is about to be planned. Without a backend of ours, rows keep what
         they found in the radix tree."""
-        if self._backend is None or self._reqs == batch.reqs:
+        if self._backend is None or (self._is_final and self._reqs == batch.reqs):
             return
         self._reqs = list(batch.reqs)
-        # the token that the next step computes has no slot yet
-        seq_lens = tuple(length + 1 for length in batch.seq_lens_cpu.tolist())
+        seq_lens = _next_lens(batch)
         segments = self._backend.segments_among(batch.reqs, seq_lens)
+        self._is_final = not self._backend.waits_for_slots
         starts = private_starts(StepLayout(tuple(segments), seq_lens))
         for req, start in zip(batch.reqs, starts, strict=True):
             req.taper.state.shared_tokens = start
+
+    def each_reads(self, batch: ScheduleBatch, rows: Sequence[int]) -> bool:
+        """Whether in a step of these `rows` each would read what they share."""
+        if self._backend is None:
+            return False
+        lens = _next_lens(batch)
+        reqs = [batch.reqs[row] for row in rows]
+        return bool(self._backend.would_not_share(reqs, [lens[row] for row in rows]))
+
+
+def _next_lens(batch: ScheduleBatch) -> tuple[int, ...]:
+    """With the token that the next step computes, which has no slot yet."""
+    return tuple(length + 1 for length in batch.seq_lens_cpu.tolist())
 
 
 def describe_attention(backend: Any | None) -> dict[str, Any]:
