@@ -92,14 +92,22 @@ REPLACED = [row for row in HOOKS if row.kind is Kind.REPLACE]
 def overridden_targets(row: Hook) -> set[str]:
     """The methods our class defines, as if they were those of the class replaced."""
     module, _, name = str(row.function).partition(":")
+    return {f"{row.target}.{method}" for method in methods_of(module, name)}
+
+
+def methods_of(module: str, name: str) -> set[str]:
+    """Defined by a class of ours, or by a base of ours that it mixes in."""
     file = ROOT.parent.joinpath(*module.split(".")).with_suffix(".py")
-    (ours,) = [
-        node
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    ]
-    methods = [node for node in ours.body if isinstance(node, ast.FunctionDef)]
-    return {f"{row.target}.{node.name}" for node in methods}
+    body = ast.parse(file.read_text()).body
+    (ours,) = [n for n in body if isinstance(n, ast.ClassDef) and n.name == name]
+    methods = {n.name for n in ours.body if isinstance(n, ast.FunctionDef)}
+    bases = {base.id for base in ours.bases if isinstance(base, ast.Name)}
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(ROOT.name):
+            for alias in node.names:
+                if alias.name in bases:
+                    methods |= methods_of(str(node.module), alias.name)
+    return methods
 
 
 @pytest.mark.parametrize("row", REPLACED, ids=lambda row: row.id)
