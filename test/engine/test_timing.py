@@ -58,8 +58,15 @@ def test_the_stall_share_follows_prefills_and_forgets_them() -> None:
         timer.launched(prefill(now), after_idle=False)
         timer.launched(decode(now + 25), after_idle=False)
         now += 100
-    assert timer.stall_share == pytest.approx(0.25, abs=0.02)
+    assert timer.stalls.share == pytest.approx(0.25, abs=0.02)
     for _ in range(400):
         timer.launched(decode(now), after_idle=False)
         now += 100
-    assert timer.stall_share < 0.02
+    assert timer.stalls.share < 0.02
+
+
+def test_the_mean_stall_is_the_first_one_and_then_follows_slowly() -> None:
+    timer = StepTimer(asynchronous=False)
+    for at_ms, batch in ((0, prefill), (40, decode), (60, prefill), (132, decode)):
+        timer.launched(batch(at_ms), after_idle=False)
+    assert timer.stalls.mean_ms == pytest.approx(40 + (72 - 40) / 32)

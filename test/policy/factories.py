@@ -131,6 +131,8 @@ def view_strategy(draw: st.DrawFn) -> StepView:
         model=draw(model_strategy()),
         stall_share=draw(st.sampled_from([0.0, 0.2, 1.0])),
         num_waiting_prefill=draw(st.integers(0, 1)),
+        mean_stall_ms=draw(st.sampled_from([0.0, 30.0, 900.0])),
+        waiting_ttft_share=draw(st.sampled_from([0.0, 0.4, 1.5])),
     )
 
 

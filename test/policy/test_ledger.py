@@ -35,23 +35,49 @@ def test_a_request_on_schedule_allows_a_step_of_its_tpot() -> None:
     assert answer.min_slack_ms == TPOT_MS
 
 
-@pytest.mark.parametrize(("lead_ms", "budget_ms"), [(40.0, 25.0), (-40.0, 15.0)])
-def test_a_lead_is_spent_and_a_lag_made_up_over_eight_steps(
+@pytest.mark.parametrize(("lead_ms", "budget_ms"), [(60.0, 25.0), (-60.0, 15.0)])
+def test_a_lead_is_spent_and_a_lag_made_up_over_twelve_steps(
     lead_ms: float, budget_ms: float
 ) -> None:
     assert ledger(ahead(lead_ms)).budget_ms == budget_ms
 
 
-@pytest.mark.parametrize(("num_tokens", "tokens"), [(51, 1.0), (101, 2.0), (501, 2.0)])
-def test_a_reserve_of_up_to_two_tokens_grows_with_the_request(
-    num_tokens: int, tokens: float
+@pytest.mark.parametrize(
+    ("num_tokens", "stalls"), [(1, 0.0), (101, 1.0), (301, 3.0), (901, 3.0)]
+)
+def test_a_reserve_of_up_to_three_stalls_grows_with_the_request(
+    num_tokens: int, stalls: float
 ) -> None:
-    answer = ledger(ahead(0.0, num_tokens))
-    assert answer.budget_ms == pytest.approx(TPOT_MS * (1 - tokens / 8))
+    answer = ledger(ahead(0.0, num_tokens), mean_stall_ms=15.0)
+    assert answer.budget_ms == pytest.approx(TPOT_MS - stalls * 15.0 / 12)
+
+
+def test_the_reserve_is_at_most_four_tokens_however_long_a_stall_is() -> None:
+    answer = ledger(ahead(0.0, 901), mean_stall_ms=5000.0)
+    assert answer.budget_ms == pytest.approx(TPOT_MS * (1 - 4 / 12))
 
 
 def test_no_reserve_is_kept_while_prefills_wait_for_room() -> None:
-    assert ledger(ahead(0.0, 501), num_waiting_prefill=1).budget_ms == TPOT_MS
+    facts = {"mean_stall_ms": 15.0, "num_waiting_prefill": 1}
+    assert ledger(ahead(0.0, 501), **facts).budget_ms == TPOT_MS
+
+
+@pytest.mark.parametrize(
+    ("waiting_ttft_share", "budget_ms"), [(0.0, 20.0), (0.5, 40.0), (0.75, 80.0)]
+)
+def test_protection_yields_as_a_waiting_request_runs_out_of_time(
+    waiting_ttft_share: float, budget_ms: float
+) -> None:
+    answer = ledger(ahead(0.0), width=90, waiting_ttft_share=waiting_ttft_share)
+    assert answer.budget_ms == budget_ms
+
+
+@pytest.mark.parametrize("waiting_ttft_share", [1.0, 3.0])
+def test_nothing_is_protected_once_a_waiting_request_has_missed_its_ttft(
+    waiting_ttft_share: float,
+) -> None:
+    facts = {"waiting_ttft_share": waiting_ttft_share}
+    assert ledger(ahead(-60.0), width=90, **facts).reason == "all"
 
 
 def test_the_share_of_time_that_prefills_take_is_paid_in_advance() -> None:
@@ -59,12 +85,12 @@ def test_the_share_of_time_that_prefills_take_is_paid_in_advance() -> None:
 
 
 def test_the_smallest_allowance_of_all_requests_is_the_budget() -> None:
-    answer = ledger(ahead(0.0), ahead(-40.0), ahead(40.0))
-    assert (answer.budget_ms, answer.min_slack_ms) == (15.0, -20.0)
+    answer = ledger(ahead(0.0), ahead(-60.0), ahead(60.0))
+    assert (answer.budget_ms, answer.min_slack_ms) == (15.0, -30.0)
 
 
 def test_the_budget_is_never_below_the_baseline_step() -> None:
-    answer = ledger(ahead(-60.0), *[ahead(0.0)] * 4)
+    answer = ledger(ahead(-84.0), *[ahead(0.0)] * 4)
     assert (answer.budget_ms, answer.reason) == (15.0, "budget")
     assert answer.rows == [0, 40, 41, 42, 43]
 
@@ -75,7 +101,7 @@ LOST = {
         first_token_ms=None, ttft_slo_ms=NOW_MS - 1
     ),
     "no plan keeps its pace": ahead(0.0, tpot_slo_ms=10.9),
-    "no step is short enough": ahead(-73.0),
+    "no step is short enough": ahead(-109.0),
 }
 
 

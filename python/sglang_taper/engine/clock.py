@@ -27,6 +27,7 @@ class TaperTick(msgspec.Struct, frozen=True):
     now_ms: float
     model: LatencyCoefficients
     stall_share: float
+    mean_stall_ms: float = 0.0
 
 
 class StepClock:

@@ -132,13 +132,14 @@ class BranchController:
     def plan(
         self,
         batch: ScheduleBatch,
-        num_waiting: int,
+        queue: Sequence[Any],
         each_reads: Callable[[list[int]], bool] = lambda rows: False,
     ) -> AdmissionPlan:
         """Decide which rows of `batch` run in the step that is about to start.
 
-        `each_reads` says whether in a step of certain rows each would read the prefix
-        that they share. A plan that took it to be read once is then made again.
+        `queue` is what waits for prefill. `each_reads` says whether in a step of
+        certain rows each would read the prefix that they share. A plan that took it to
+        be read once is then made again.
         """
         began = time.perf_counter()
         self.step += 1
@@ -146,7 +147,7 @@ class BranchController:
         states = [req.taper.state for req in batch.reqs]
         self._roster.sync(states, tick.now_ms)
         view = observe_batch(
-            self._builder, batch, states, self.step, tick, self.params, num_waiting
+            self._builder, batch, states, self.step, tick, self.params, queue
         )
         plan = self._decide(view, batch)
         if view.model.shared_read_once and each_reads(plan.rows):
@@ -252,8 +253,9 @@ class BranchController:
 
     def make_tick(self) -> TaperTick:
         """What the leader tells all ranks."""
+        stalls = self.timer.stalls
         return TaperTick(
-            monotonic_ms(), self.model.coefficients(), self.timer.stall_share
+            monotonic_ms(), self.model.coefficients(), stalls.share, stalls.mean_ms
         )
 
     def _tick_in_force(self) -> TaperTick:

@@ -79,7 +79,7 @@ def _gauge_values(controller: BranchController) -> dict[str, float]:
         "live_groups": controller.groups.num_live_groups,
         "pins": len(controller.pins),
         "pinned_tokens": controller.pins.num_tokens,
-        "stall_share": controller.timer.stall_share,
+        "stall_share": controller.timer.stalls.share,
         "latency_model_mape": controller.model.mape or 0.0,
         "latency_model_drifts": controller.model.num_drifts,
         "latency_model_trusted": float(controller.model.trusted),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sglang_taper.engine.clock import TaperTick
+from sglang_taper.policy.prefill import OFF
 from sglang_taper.policy.state import BranchState, StepBuilder
 from sglang_taper.policy.types import PolicyParams, StepView
 
@@ -21,9 +23,15 @@ def observe_batch(
     step: int,
     tick: TaperTick,
     params: PolicyParams,
-    num_waiting: int,
+    queue: Sequence[Any],
 ) -> StepView:
-    """A view of all rows of `batch`; `states` are theirs, in the same order."""
+    """A view of all rows of `batch`; `states` are theirs, in the same order.
+
+    `queue` is what waits for prefill: for room, or because it is held.
+    """
+    waiting = queue
+    if params.prefill_hold_s != OFF:
+        waiting = [req for req in queue if req.taper.is_let_go]
     return builder.build(
         states,
         context_tokens=batch.seq_lens_cpu.tolist(),
@@ -32,8 +40,10 @@ def observe_batch(
         step=step,
         params=params,
         model=tick.model,
-        num_waiting_prefill=num_waiting,
+        num_waiting_prefill=len(waiting),
         stall_share=tick.stall_share,
+        mean_stall_ms=tick.mean_stall_ms,
+        waiting_ttft_share=_waiting_ttft_share(waiting, tick.now_ms),
     )
 
 
@@ -41,6 +51,16 @@ def not_read_once(view: StepView) -> StepView:
     """The same step, if each row reads what it shares."""
     model = msgspec.structs.replace(view.model, shared_read_once=False)
     return msgspec.structs.replace(view, model=model)
+
+
+def _waiting_ttft_share(waiting: Sequence[Any], now_ms: float) -> float:
+    """As `StepView` has it, of the first that waits for a first token: SGLang's queue
+    is, by default, in order of arrival."""
+    for req in waiting:
+        request = req.taper.state.request
+        if request.first_token_ms is None:
+            return max(0.0, now_ms - request.arrival_ms) / request.ttft_slo_ms
+    return 0.0
 
 
 def rows_that_must_run(batch: ScheduleBatch) -> list[int]:

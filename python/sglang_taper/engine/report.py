@@ -24,7 +24,7 @@ def describe_state(controller: BranchController) -> dict[str, Any]:
         "policies": list(policy_names()),
         "params": describe_params(controller),
         "latency_model": describe_model(controller),
-        "stall_share": controller.timer.stall_share,
+        "stall_share": controller.timer.stalls.share,
         "planner_p99_ms": counters.planner_p99_ms,
         "counters": describe_counters(controller),
         "num_live_groups": controller.groups.num_live_groups,

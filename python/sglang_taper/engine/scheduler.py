@@ -186,7 +186,7 @@ class TaperScheduler(Scheduler):
         self._shared_tokens.note(batch)
         return self.taper.plan(
             batch,
-            len(self.waiting_queue),
+            self.waiting_queue,
             lambda rows: self._shared_tokens.each_reads(batch, rows),
         )
 

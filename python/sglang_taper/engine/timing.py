@@ -14,7 +14,7 @@ import math
 import msgspec
 
 from sglang_taper.engine.counters import StepRecord
-from sglang_taper.policy.stalls import StallShare
+from sglang_taper.policy.stalls import Stalls
 
 
 class LaunchedStep(msgspec.Struct):
@@ -40,13 +40,9 @@ class StepTimer:
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._stalls = StallShare()
+        self.stalls = Stalls()
         self._open: LaunchedStep | None = None
         self._last_result_ms = -math.inf
-
-    @property
-    def stall_share(self) -> float:
-        return self._stalls.value
 
     def launched(self, step: LaunchedStep, after_idle: bool) -> MeasuredStep | None:
         """A batch is about to be launched; returns the step this launch closes."""
@@ -72,7 +68,7 @@ class StepTimer:
         if step_ms <= 0:
             return None
         is_prefill = step.num_rows == 0
-        self._stalls.record(step_ms, is_prefill)
+        self.stalls.record(step_ms, is_prefill)
         if is_prefill:
             return None
         return MeasuredStep(step.num_rows, step.kv_tokens, step_ms, step.record)

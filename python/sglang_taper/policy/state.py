@@ -155,6 +155,8 @@ class StepBuilder:
         model: LatencyCoefficients,
         num_waiting_prefill: int = 0,
         stall_share: float = 0.0,
+        mean_stall_ms: float = 0.0,
+        waiting_ttft_share: float = 0.0,
     ) -> StepView:
         """The view of decode step `step`, about to start at `now_ms`.
 
@@ -180,6 +182,8 @@ class StepBuilder:
             model=model,
             num_waiting_prefill=num_waiting_prefill,
             stall_share=stall_share,
+            mean_stall_ms=mean_stall_ms,
+            waiting_ttft_share=waiting_ttft_share,
         )
 
     def _lay_out(self, states: list[BranchState]) -> None:

@@ -92,7 +92,12 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepView(msgspec.Struct, frozen=True, gc=False):
-    """Everything a policy may know about the next decode step."""
+    """Everything a policy may know about the next decode step.
+
+    `num_waiting_prefill` requests wait for room; `waiting_ttft_share` is the largest
+    share of its TTFT SLO that one of them without a first token has waited.
+    `stall_share` of busy time goes to prefills, `mean_stall_ms` to each.
+    """
 
     step: int
     now_ms: float
@@ -111,6 +116,8 @@ class StepView(msgspec.Struct, frozen=True, gc=False):
     model: LatencyCoefficients
     num_waiting_prefill: int = 0
     stall_share: float = 0.0
+    mean_stall_ms: float = 0.0
+    waiting_ttft_share: float = 0.0
 
     @property
     def num_rows(self) -> int:

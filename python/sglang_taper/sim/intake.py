@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sglang_taper.policy.prefill import OFF, WaitingPrefill, held_until_ms
+from sglang_taper.policy.slack import deadline_ms
 from sglang_taper.policy.state import RequestState
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.sim.machine import Machine
@@ -31,15 +33,13 @@ class EngineOptions(msgspec.Struct, frozen=True):
     and joins queue like new requests, and a fork is admitted whole. `joins`: what a
     join computes again, nothing (`kv`: branches are concatenated in the KV pool), all
     but the first branch (`tree`: what our server finds in its radix tree), or all
-    branches (`text`: a client on a stock server). `prefill_hold_ms`: a prefill waits
-    until its oldest request has waited so long, or nothing runs. `sees_stalls` False:
-    the policy is told that prefills take no time.
+    branches (`text`: a client on a stock server). `sees_stalls` False: the policy is
+    told that prefills take no time. Prefills are held as `PolicyParams` says.
     """
 
     max_requests: float = math.inf
     max_rows: float = math.inf
     joins: str = "kv"
-    prefill_hold_ms: float = 0.0
     sees_stalls: bool = True
 
 
@@ -57,6 +57,7 @@ class Entry:
     path: RunningPath | None = None
     num_rows: int = 1
     tokens_left: int = 0
+    is_let_go: bool = False
 
     def __post_init__(self) -> None:
         self.tokens_left = self.num_tokens
@@ -79,6 +80,7 @@ class Intake:
         self.resident: list[RunningRequest] = []
         self.waiting: deque[Entry] = deque()
         self.prefilling: deque[Entry] = deque()
+        self.ready: list[Entry] = []
         self._to_come = deque(requests)
         self._num_idle_clients = concurrency or 0
         self._kv_tokens = 0
@@ -115,21 +117,34 @@ class Intake:
         if self.options.max_rows < math.inf:
             self.waiting.append(entry)
         else:
+            self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        """It has its place: to the prefill queue, or to those that need none."""
+        if entry.num_tokens:
             self.prefilling.append(entry)
+        else:
+            self.ready.append(entry)
 
     def admit(self, num_rows: int) -> None:
-        """Move what fits to the prefill queue; `num_rows` are in the decode batch."""
+        """Give places to what fits; `num_rows` are in the decode batch."""
         while self.waiting:
             entry = self.waiting[0]
             is_new = entry.path is None
-            taken = num_rows + sum(other.num_rows for other in self.prefilling)
+            started = (*self.prefilling, *self.ready)
+            taken = num_rows + sum(other.num_rows for other in started)
             fits_rows = taken + entry.num_rows <= self.options.max_rows
             if not (fits_rows or taken == 0) or (is_new and not self._has_place(entry)):
                 return
             if is_new:
                 self._kv_tokens += entry.request.num_kv_tokens
                 self.resident.append(entry.request)
-            self.prefilling.append(self.waiting.popleft())
+            self._start(self.waiting.popleft())
+
+    def waiting_ttft_share(self, now_ms: float) -> float:
+        """As `StepView` has it. The queue is in order of arrival."""
+        waits = (now_ms - e.since_ms for e in self.waiting if e.path is None)
+        return next(waits, 0.0) / self.params.ttft_slo_ms
 
     def _has_place(self, entry: Entry) -> bool:
         if len(self.resident) >= self.options.max_requests:
@@ -144,12 +159,25 @@ class Intake:
         self._num_idle_clients += self.is_closed
 
     def may_prefill(self, now_ms: float, is_decoding: bool) -> bool:
-        if not self.prefilling:
+        """Whether there is something to prefill and it is not held."""
+        hold_s = self.params.prefill_hold_s
+        if not self.prefilling or hold_s == OFF:
+            return bool(self.prefilling)
+        waiting = map(self._waiting_prefill, self.prefilling)
+        if held_until_ms(hold_s, waiting, now_ms, is_decoding) is not None:
             return False
-        hold_ms = self.options.prefill_hold_ms
-        if not hold_ms or not is_decoding:
-            return True
-        return now_ms - self.prefilling[0].since_ms >= hold_ms
+        for entry in self.prefilling:
+            entry.is_let_go = True
+        return True
+
+    def _waiting_prefill(self, entry: Entry) -> WaitingPrefill:
+        state = entry.request.state
+        has_token = state.first_token_ms is not None
+        return WaitingPrefill(
+            None if entry.is_let_go else entry.since_ms,
+            state.ttft_slo_ms,
+            deadline_ms(state, self.params.deadline) if has_token else None,
+        )
 
     def take_chunk(self) -> tuple[int, list[Entry]]:
         """The tokens of the next prefill step, and the entries it completes."""

@@ -19,7 +19,7 @@ import msgspec
 from sglang_taper.policy.admission import make_policy, step_kv_tokens
 from sglang_taper.policy.latency import predict_ms
 from sglang_taper.policy.roster import DecodeRoster
-from sglang_taper.policy.stalls import StallShare
+from sglang_taper.policy.stalls import Stalls
 from sglang_taper.policy.state import BranchState, StepBuilder, record_step
 from sglang_taper.policy.types import AdmissionPlan, PolicyParams, StepView
 from sglang_taper.sim.intake import EngineOptions, Entry, Intake
@@ -69,7 +69,7 @@ class Simulation:
         self.predictor = predictor or ScaledPredictor(machine.decode)
         self.intake = Intake(requests, params, machine, self.options, concurrency)
         self.progress = Progress(self.options.joins, self.options.max_rows < math.inf)
-        self.stalls, self.totals = StallShare(), Totals()
+        self.stalls, self.totals = Stalls(), Totals()
         self.now_ms = 0.0
         self.steps: list[tuple[str, float, int]] = []
         self.itls_ms = array("d")
@@ -86,7 +86,9 @@ class Simulation:
             if self.progress.dirty:
                 self._lay_out()
             intake.admit(len(self._rows))
-            if intake.may_prefill(self.now_ms, is_decoding=bool(self._rows)):
+            if intake.ready:
+                self._start_ready()
+            elif intake.may_prefill(self.now_ms, is_decoding=bool(self._rows)):
                 self._prefill()
             elif self._rows:
                 self._decode()
@@ -99,11 +101,17 @@ class Simulation:
 
     def _prefill(self) -> None:
         num_tokens, done = self.intake.take_chunk()
-        if num_tokens:
-            duration_ms = self.machine.prefill.duration_ms(num_tokens)
-            self._spend(duration_ms, is_stall=True)
-            self.steps.append(("P", self.now_ms, len(done)))
+        duration_ms = self.machine.prefill.duration_ms(num_tokens)
+        self._spend(duration_ms, is_stall=True)
+        self.steps.append(("P", self.now_ms, len(done)))
         for entry in done:
+            self._prefilled(entry)
+        self._settle()
+
+    def _start_ready(self) -> None:
+        """Forks and joins that waited for rows only."""
+        ready, self.intake.ready = self.intake.ready, []
+        for entry in ready:
             self._prefilled(entry)
         self._settle()
 
@@ -174,7 +182,9 @@ class Simulation:
             params=self.params,
             model=self.predictor.coefficients(),
             num_waiting_prefill=len(self.intake.waiting),
-            stall_share=self.stalls.value if self.options.sees_stalls else 0.0,
+            stall_share=self.stalls.share if self.options.sees_stalls else 0.0,
+            mean_stall_ms=self.stalls.mean_ms if self.options.sees_stalls else 0.0,
+            waiting_ttft_share=self.intake.waiting_ttft_share(self.now_ms),
         )
 
     def _duration_ms(self, view: StepView, rows: list[int], kv_tokens: int) -> float:

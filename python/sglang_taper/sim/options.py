@@ -33,6 +33,7 @@ class SimulateOptions:
     workloads: list[WorkloadSpec]
     policies: list[str]
     rhos: list[float]
+    prefill_hold_s: object
     ttft_slo_ms: float
     tpot_slos_ms: list[float]
     tpot_slo_factors: list[float]
@@ -53,6 +54,9 @@ class SimulateOptions:
             workloads=[spec_from(args, int(seed)) for seed in seeds],
             policies=policies,
             rhos=_numbers("--rho", args.rho, 0, 1),
+            prefill_hold_s=parse_policy(f"off:prefill_hold_s={args.prefill_hold_s}")[
+                "prefill_hold_s"
+            ],
             ttft_slo_ms=_numbers("--ttft-slo-ms", args.ttft_slo_ms, 0, 1e12)[0],
             tpot_slos_ms=_numbers("--tpot-slo-ms", args.tpot_slo_ms, 1e-6, 1e12),
             tpot_slo_factors=_numbers("--tpot-slo-x", args.tpot_slo_x, 1e-6, 1e6),
@@ -95,13 +99,10 @@ def _engine(args: argparse.Namespace) -> EngineOptions:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise FieldError("--" + flag.replace("_", "-"), value, "at least 1")
-    if not 0 <= args.prefill_hold_s < 1e6:
-        raise FieldError("--prefill-hold-s", args.prefill_hold_s, "at least 0")
     return EngineOptions(
         max_requests=args.max_requests or math.inf,
         max_rows=args.max_running_requests or math.inf,
         joins=args.joins,
-        prefill_hold_ms=1000 * args.prefill_hold_s,
         sees_stalls=not args.hide_stalls,
     )
 
@@ -182,9 +183,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--prefill-hold-s",
-        type=float,
-        default=0.0,
-        help="hold prefills until the oldest has waited so long, or nothing runs",
+        default="off",
+        metavar="S",
+        help="hold prefills so many seconds, auto or off (default: off)",
     )
 
 

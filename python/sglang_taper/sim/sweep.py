@@ -161,7 +161,9 @@ class _Runs:
         slos = PolicyParams(ttft_slo_ms=options.ttft_slo_ms, tpot_slo_ms=tpot_slo_ms)
         simulation = simulate(
             self.requests,
-            updated_params(slos, variant.changes),
+            updated_params(
+                slos, {"prefill_hold_s": options.prefill_hold_s, **variant.changes}
+            ),
             options.machine,
             options.engine,
             variant.handicap,

@@ -72,9 +72,9 @@ def arrival_times_ms(
 ) -> list[float]:
     """`count` ascending times, the first at 0 in a trace; all 0 in a closed loop.
 
-    With a trace and a rate, time is scaled so that the whole trace has that mean
-    rate, which keeps its bursts; else it is stretched by `slowdown`. A trace that is
-    too short is refused. A drawn process needs a rate.
+    With a trace and a rate, time is scaled so that its first `count` requests have
+    that mean rate, which keeps their bursts; else it is stretched by `slowdown`. A
+    trace that is too short is refused. A drawn process needs a rate.
     """
     if arrivals.is_closed:
         return [0.0] * count
@@ -83,10 +83,10 @@ def arrival_times_ms(
         if len(times) < count:
             accepted = f"a trace of at least {count} requests"
             raise FieldError("--arrivals", arrivals.trace, accepted)
-        scale = slowdown
-        if rate_per_s is not None:
-            scale *= 1000 * (len(times) - 1) / times[-1] / rate_per_s
-        return [scale * at_ms for at_ms in times[:count]]
+        times, scale = times[:count], slowdown
+        if rate_per_s is not None and times[-1] > 0:
+            scale *= 1000 * (count - 1) / times[-1] / rate_per_s
+        return [scale * at_ms for at_ms in times]
     if rate_per_s is None:
         raise FieldError("--rate", rate_per_s, "a rate in requests per second")
     shape, mean_ms = 1 / arrivals.cv**2, 1000 * slowdown / rate_per_s
