@@ -73,7 +73,7 @@ def planned_tokens(read_once: bool, backend: Any) -> int:
     batch = make_batch(controller)
     shared = SharedTokens(backend)
     shared.note(batch)
-    plan = controller.plan(batch, 0, lambda rows: shared.each_reads(batch, rows))
+    plan = controller.plan(batch, [], lambda rows: shared.each_reads(batch, rows))
     assert plan.rows == [0, 1, 2]
     return controller.counters.recent_steps[-1].kv_tokens
 
