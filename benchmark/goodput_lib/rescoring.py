@@ -57,9 +57,8 @@ def _one_per_run(results: Sequence[Result]) -> Iterator[Result]:
     """Of results that score one run at several SLOs, the first."""
     seen = set()
     for result in results:
-        key = (result["policy"], result["round"], result["request_rate"])
-        if key not in seen:
-            seen.add(key)
+        if result["run"] not in seen:
+            seen.add(result["run"])
             yield result
 
 

@@ -40,6 +40,7 @@ MAX_STEP_PAIRS = 400
 class Run(msgspec.Struct, frozen=True):
     """One policy over one list of requests; scored once or at several SLOs."""
 
+    id: str
     contender: Contender
     round: int
     rate: float | None
@@ -74,6 +75,7 @@ def result_of(
     scored = score(outcomes, slos_ms, duration_s)
     result = {
         "policy": run.contender.label,
+        "run": run.id,
         "round": run.round,
         "tag": args.tag,
         "preset": args.preset,

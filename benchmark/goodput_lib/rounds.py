@@ -20,6 +20,7 @@ from goodput_lib.policies import Contender
 from goodput_lib.program_jobs import ProgramJobs
 from goodput_lib.results import Run, achieved, result_of
 from goodput_lib.servers import LiveServer
+from sglang_taper.frontend.branch import new_group
 from sglang_taper.workload.requests import PlannedRequest, WorkloadSpec, make_requests
 
 MEASURED = Contender("off", {"policy": "off"})
@@ -165,6 +166,7 @@ class Comparison:
         async with server.steps() as log:
             played = await play(load.jobs, spec.arrivals.concurrency)
         run = Run(
+            id=new_group(),
             contender=contender,
             round=round_,
             rate=rate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -64,7 +65,17 @@ def _table(members: Sequence[Result]) -> str:
         for name, runs in policies.items()
     }
     rows = [_row(name, runs, means) for name, runs in policies.items()]
-    return as_markdown(HEADER, rows)
+    return as_markdown(HEADER, rows) + _contest(policies.get("eager", ()))
+
+
+def _contest(eager: Sequence[Result]) -> str:
+    """Whether width can matter at this SLO: eager's rows are slower than it."""
+    tpots = [run["goodput_slos_ms"].get("tpot") for run in eager]
+    if not tpots or tpots[0] is None:
+        return ""
+    itl_ms = fmean(run["mean_itl_ms"] for run in eager)
+    verdict = "Contested" if itl_ms > tpots[0] else "Not contested"
+    return f"\n\n{verdict}: under `eager` a row gets a token every {itl_ms:.4g} ms."
 
 
 def _row(name: str, runs: Sequence[Result], means: Mapping[str, float]) -> list[str]:
@@ -163,7 +174,7 @@ def _provenance_line(result: Result) -> str:
         result[name] for name in ("workload", "server", "machine")
     )
     facts = (
-        f"{server['arguments']['model_path']}",
+        Path(server["arguments"]["model_path"]).name,
         f"{server['weights']} weights",
         f"SGLang {server['sglang']}",
         f"{machine['cpus']} CPUs",

@@ -74,6 +74,8 @@ def test_the_procedure_measures_off_and_runs_only_what_looks_at_slos_again() -> 
     ]
     slos = [(r["policy"], round(r["tpot_slo_x"], 3)) for r in results]
     assert slos == [(p, x) for p in ("off", "eager", "ledger") for x in (1.2, 2.0)]
+    # The first two were scored at both targets, the last ran for each.
+    assert len({result["run"] for result in results}) == 4
     off_ms = results[0]["off_ms_between_tokens"]
     # Requests that fork give several tokens a step.
     assert 1 < off_ms < 20

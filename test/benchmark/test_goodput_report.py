@@ -32,6 +32,7 @@ def result(
     itls = {f"{name}_itl_ms": tpot_ms for name in ("mean", "p99", "max")}
     return {
         "policy": policy,
+        "run": f"{policy} {round_} {rate}",
         "round": round_,
         "tpot_slo_x": None,
         "request_rate": rate,
@@ -62,6 +63,13 @@ def test_the_table_has_means_spread_and_ratios() -> None:
     assert off[:3] == ["| `off`", "99.0 (88.0-110.0)", "1.00"]
     assert off[4] == "90% (80%-100%)"
     assert eager[1:3] == ["0.0", "0.00"]
+
+
+@pytest.mark.parametrize(("itl_ms", "verdict"), [(49, "Not contested"), (51, "Cont")])
+def test_the_table_says_whether_width_can_matter(itl_ms: float, verdict: str) -> None:
+    tables = markdown_tables([result("off"), result("eager", tpot_ms=itl_ms)])
+    assert f"\n\n{verdict}" in tables
+    assert f"a token every {itl_ms} ms" in tables
 
 
 def test_results_at_other_slos_are_in_another_table() -> None:
