@@ -17,6 +17,9 @@ from goodput_lib.presets import PRESETS
 from sglang_taper.config import add_flags
 from sglang_taper.policy.types import PolicyParams
 
+# SGLang is imported for its command line, which takes seconds.
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmark" / "h200_qwen3_32b.sh"
 
 
