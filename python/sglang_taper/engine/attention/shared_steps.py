@@ -94,6 +94,8 @@ class SharedSteps:
 
     def would_not_share(self, reqs: Sequence[Any], seq_lens: Sequence[int]) -> bool:
         """Whether rows of a step of `reqs` share a prefix but each would read it."""
+        if self._gate.always:
+            return False
         segments = self.segments_among(reqs, seq_lens)
         if not segments:
             return False
