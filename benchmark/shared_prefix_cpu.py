@@ -11,7 +11,8 @@ dimensions), random values in a pool of consecutive slots or of scattered ones:
   gives, and stock / unshared what packing query heads and gathering better give;
 - `prefill`: new tokens behind a cached prefix.
 
-The forms take turns; each figure is the fastest of `--repeat` calls. Then two servers
+The forms take turns; each figure is the fastest of `--repeat` calls, with one thread in
+processor time, so that other processes on the same cores count little. Then two servers
 with the default model (branch_step.py): a decode step of eight branches over a prefix
 of 2,048 tokens, and the first token of an uncached prompt of 1,024 tokens.
 """
@@ -77,13 +78,14 @@ class Figure(NamedTuple):
 
 def fastest_ms(forms: Sequence[Callable[[], object]], repeat: int) -> list[float]:
     """The fastest of `repeat` calls of each form, in turns, after one to warm up."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = [float("inf")] * len(forms)
     for attempt in range(repeat + 1):
         for index, form in enumerate(forms):
-            began = time.perf_counter()
+            began = clock()
             form()
             if attempt:
-                best[index] = min(best[index], 1000 * (time.perf_counter() - began))
+                best[index] = min(best[index], 1000 * (clock() - began))
     return best
 
 
