@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from fake_server import PARAMS, FakeServer, law, serving
 
 from sglang_taper import cli
 from sglang_taper.calibrate import run
-from sglang_taper.calibrate.session import POLICY, steps_of
+from sglang_taper.calibrate.session import POLICY, Session, steps_of
 from sglang_taper.policy.latency import StepLatencyModel
 from sglang_taper.probe import Cell
 
@@ -123,6 +124,75 @@ def test_a_budget_that_is_spent_leaves_a_profile_and_the_rest_for_later(
     assert calibrate(server, output, "--budget-s", "1000") == 0
     assert len(server.shown) == 2 * len(set(server.shown))
     assert sorted(output.parent.iterdir()) == [output]
+
+
+class StandIn:
+    """Stands for the process of a server: the fake one, with the flags it got."""
+
+    started: list[StandIn]
+
+    def __init__(self, url: str, model_path: str, flags: list[str]) -> None:
+        self.url, self.flags, self.log = url, flags, Path("its.log")
+        self.profile = json.loads(Path(flags[1]).read_text())
+        self.kept_log: bool | None = None
+        self.started.append(self)
+
+    async def ready(self, note: Any) -> None: ...
+
+    def stop(self, keep_log: bool) -> None:
+        self.kept_log = keep_log
+
+
+@pytest.fixture
+def started(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    StandIn.started = []
+    monkeypatch.setattr(run, "ServerProcess", partial(StandIn, server.url))
+    return StandIn.started
+
+
+def test_a_server_of_its_own_is_started_with_the_flags_and_ended(
+    started: list[StandIn], output: Path
+) -> None:
+    """It need not calibrate itself first: it gets some profile."""
+    flags = ["--", "--tp-size", "2"]
+    assert cli.main(["calibrate", "--output", str(output), *flags]) == 0
+    (process,) = started
+    assert process.flags[0] == "--latency-profile"
+    assert process.flags[2:] == ["--tp-size", "2"]
+    assert StepLatencyModel.from_profile(process.profile).graph_buckets == ()
+    assert process.kept_log is False
+    assert output.exists()
+
+
+def test_the_log_of_a_server_that_fails_is_kept_and_named(
+    server: FakeServer,
+    started: list[StandIn],
+    output: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.fails_after = 2
+    assert cli.main(["calibrate", "--output", str(output)]) == 2
+    assert "its log is its.log" in capsys.readouterr().err
+    assert started[0].kept_log is True
+
+
+def test_an_interrupted_run_ends_its_server_and_can_be_resumed(
+    server: FakeServer,
+    started: list[StandIn],
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "measure", interrupt)
+        assert cli.main(["calibrate", "--output", str(output)]) == 130
+    assert "the same command goes on" in capsys.readouterr().out
+    assert started[0].kept_log is False
+    assert server.policies[-1]["policy"] == "taper"
+    assert not output.exists()
 
 
 def test_data_parallel_ranks_are_refused(

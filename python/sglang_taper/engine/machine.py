@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import attention_backends, get_parallel
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_serving
 
 from sglang_taper.engine.attention.use import describe_attention
 from sglang_taper.engine.report import describe_state
@@ -45,7 +45,7 @@ def describe_engine(scheduler: Any) -> dict[str, Any]:
     """JSON-safe; the same for the whole life of a scheduler."""
     model = scheduler.model_config
     return {
-        "model": str(model.model_path),
+        "model": str(get_serving().served_model_name or model.model_path),
         "dtype": str(model.dtype).removeprefix("torch."),
         "vocab_size": int(model.vocab_size),
         "context_length": int(scheduler.max_req_len),
