@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -72,17 +73,29 @@ def decode(server: Server, num_steps: int) -> list[dict[str, Any]]:
     return [r for r in records if r["step"] > before and r["measured_ms"] is not None]
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def error(steps: list[dict[str, Any]]) -> float | None:
+    """Median error of the predictions; None: the model was not trusted to make any."""
+    errors = [
+        abs(step["predicted_ms"] / step["measured_ms"] - 1)
+        for step in steps
+        if step["predicted_ms"] is not None
+    ]
+    return statistics.median(errors) if errors else None
+
+
+def assert_learned(steps: list[dict[str, Any]]) -> None:
+    """At the end predictions are better by half, or none is relied on."""
+    first, last = error(steps[2:8]), error(steps[-12:])
+    assert first is None or last is None or last < first / 2
 
 
 def test_an_engine_that_becomes_slower_is_noticed_and_learned(
     taper_server: Server,
 ) -> None:
     taper_server.set_policy(policy="eager")
-    usual_ms = mean([step["measured_ms"] for step in decode(taper_server, 40)])
+    usual_ms = statistics.median(s["measured_ms"] for s in decode(taper_server, 40))
     drifts = taper_server.state()["latency_model"]["num_drifts"]
-    cost_ms = min(1000, round(2 * usual_ms))
+    cost_ms = min(1000, round(4 * usual_ms))
     state = taper_server.set_policy(test_step_cost_ms=cost_ms)
     assert state["params"]["test_step_cost_ms"] == cost_ms
     try:
@@ -90,12 +103,9 @@ def test_an_engine_that_becomes_slower_is_noticed_and_learned(
     finally:
         taper_server.set_policy(test_step_cost_ms=0.0)
     assert all(step["measured_ms"] > cost_ms for step in steps[1:-1])
-    assert steps[5]["predicted_ms"] < 0.6 * steps[5]["measured_ms"]
-    model = taper_server.state()["latency_model"]
-    assert model["num_drifts"] > drifts
-    errors = [abs(s["predicted_ms"] / s["measured_ms"] - 1) for s in steps[-16:]]
-    assert mean(errors) < 0.35
+    slower = taper_server.state()["latency_model"]["num_drifts"]
+    assert slower > drifts
+    assert_learned(steps)
     back = decode(taper_server, 40)
-    assert taper_server.state()["latency_model"]["num_drifts"] > model["num_drifts"]
-    errors = [abs(s["predicted_ms"] / s["measured_ms"] - 1) for s in back[-16:]]
-    assert mean(errors) < 0.35
+    assert taper_server.state()["latency_model"]["num_drifts"] > slower
+    assert_learned(back)
