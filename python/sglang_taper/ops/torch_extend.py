@@ -16,8 +16,9 @@ from torch import Tensor
 from sglang_taper.ops.torch_attention import attend, merge_states
 from sglang_taper.ops.torch_decode import read
 
-# Short enough that little is computed above the diagonal and then masked.
-CHUNK_TOKENS = 128
+# Short enough that little is computed above the diagonal and then masked, long enough
+# that calls are few.
+CHUNK_TOKENS = 256
 
 
 class ExtendRow(msgspec.Struct, frozen=True):
