@@ -67,7 +67,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        if self.policy not in {"taper", "ledger"}:
+        if self.policy not in {"taper", "ledger", "triage"}:
             return self.policy
         once = " shared-once" if self.shared_read_once else ""
         return f"{self.policy} {self.utility} {self.deadline}{once}"
@@ -84,6 +84,7 @@ CASES = (
     Case("taper", deadline="progress"),
     Case("taper", shared_read_once=True),
     Case("ledger"),
+    Case("triage"),
 )
 
 

@@ -42,7 +42,15 @@ def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_policies_are_known_by_name() -> None:
-    assert policy_names() == ("cap", "eager", "ledger", "off", "taper", "taper-paper")
+    assert policy_names() == (
+        "cap",
+        "eager",
+        "ledger",
+        "off",
+        "taper",
+        "taper-paper",
+        "triage",
+    )
 
 
 @pytest.mark.usefixtures("_registry")
@@ -66,7 +74,8 @@ def test_a_name_can_be_taken_only_once() -> None:
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(
-        FieldError, match=r"'tapir'.*cap, eager, ledger, off, taper, taper-paper"
+        FieldError,
+        match=r"'tapir'.*cap, eager, ledger, off, taper, taper-paper, triage",
     ):
         make_policy("tapir")
 

@@ -16,6 +16,7 @@ from sglang_taper.policy.baselines import (
 from sglang_taper.policy.filling import Budget, plan_within, step_kv_tokens
 from sglang_taper.policy.ledger import LedgerPolicy
 from sglang_taper.policy.slack import published_slack, step_slack
+from sglang_taper.policy.triage import TriagePolicy
 from sglang_taper.policy.types import AdmissionPlan, StepView
 
 __all__ = [
@@ -39,7 +40,7 @@ class AdmissionPolicy(Protocol):
 
     `plan` must be a function of its argument alone: no clock, no randomness, no
     state, so that all tensor-parallel ranks agree. It answers with every `must_run`
-    row and at least one row of every request.
+    row and at least one row of every request (`triage` may pause a request).
     """
 
     def plan(self, step: StepView) -> AdmissionPlan: ...
@@ -122,3 +123,4 @@ register_policy("cap", CapPolicy)
 register_policy("taper", TaperPolicy)
 register_policy("ledger", LedgerPolicy)
 register_policy("taper-paper", PublishedTaperPolicy)
+register_policy("triage", TriagePolicy)

@@ -6,7 +6,7 @@ import math
 
 from sglang_taper.policy.filling import Budget, plan_within
 from sglang_taper.policy.latency import predict_ms
-from sglang_taper.policy.slack import reported_slack_ms
+from sglang_taper.policy.slack import SCHEDULE, deadline_ms, reported_slack_ms
 from sglang_taper.policy.types import AdmissionPlan, RequestView, StepView
 
 # A lead is spent over so many steps. Longer makes the width swing, and a stall that
@@ -47,40 +47,35 @@ def _allowed_budget(step: StepView, baseline_ms: float) -> Budget:
         return Budget(None, None)
     decode_share = 1 - step.stall_share
     shortest_ms = predict_ms(step.model, 1, 0)
-    allowed_ms, lead_ms, tpot_slo_ms = math.inf, 0.0, 0.0
+    smallest_ms, tightest = math.inf, None
     for request in step.requests:
-        tpot_ms = request.tpot_slo_ms
-        if decode_share * tpot_ms < baseline_ms:
+        if decode_share * request.tpot_slo_ms < baseline_ms:
             continue
-        ahead_ms = _lead_ms(request, step.now_ms)
-        if ahead_ms is None:
-            continue
-        spare_ms = ahead_ms - _reserve_ms(request, step)
-        its_ms = decode_share * (tpot_ms + spare_ms / HORIZON_STEPS)
-        if shortest_ms <= its_ms < allowed_ms:
-            allowed_ms, lead_ms, tpot_slo_ms = its_ms, ahead_ms, tpot_ms
-    if allowed_ms == math.inf:
+        allowed_ms = allowance_ms(request, step)
+        if allowed_ms is not None and shortest_ms <= allowed_ms < smallest_ms:
+            smallest_ms, tightest = allowed_ms, request
+    if tightest is None:
         return Budget(None, None)
-    slack_ms = reported_slack_ms(lead_ms + tpot_slo_ms, tpot_slo_ms)
-    return Budget(max(baseline_ms, allowed_ms / yielding), slack_ms)
+    slack_ms = deadline_ms(tightest, SCHEDULE) - step.now_ms
+    slack_ms = reported_slack_ms(slack_ms, tightest.tpot_slo_ms)
+    return Budget(max(baseline_ms, smallest_ms / yielding), slack_ms)
 
 
-def _lead_ms(request: RequestView, now_ms: float) -> float | None:
-    """How far ahead of schedule; None when the first token is, or will be, late."""
-    first_ms = request.first_token_ms
+def allowance_ms(request: RequestView, step: StepView) -> float | None:
+    """How long the next step may take for `request`; None when its TTFT is missed.
+
+    Smaller than any step when it is far behind, and even negative.
+    """
+    tpot_ms, first_ms = request.tpot_slo_ms, request.first_token_ms
     ttft_due_ms = request.arrival_ms + request.ttft_slo_ms
+    decode_share = 1 - step.stall_share
     if first_ms is None:
-        return 0.0 if now_ms <= ttft_due_ms else None
+        return decode_share * tpot_ms if step.now_ms <= ttft_due_ms else None
     if first_ms > ttft_due_ms:
         return None
-    ahead_ms = (request.num_tokens - 1) * request.tpot_slo_ms
-    return request.schedule_origin_ms + ahead_ms - now_ms
-
-
-def _reserve_ms(request: RequestView, step: StepView) -> float:
-    """How far ahead of schedule `request` is to be kept."""
-    if step.num_waiting_prefill:
-        return 0.0
-    stalls = RESERVE_STALLS_PER_TOKEN * max(0, request.num_tokens - 1)
-    reserve_ms = min(RESERVE_STALLS, stalls) * step.mean_stall_ms
-    return min(reserve_ms, MAX_RESERVE_TOKENS * request.tpot_slo_ms)
+    num_due = request.num_tokens - 1
+    spare_ms = request.schedule_origin_ms + num_due * tpot_ms - step.now_ms
+    if not step.num_waiting_prefill:
+        stalls = min(RESERVE_STALLS, RESERVE_STALLS_PER_TOKEN * num_due)
+        spare_ms -= min(stalls * step.mean_stall_ms, MAX_RESERVE_TOKENS * tpot_ms)
+    return decode_share * (tpot_ms + spare_ms / HORIZON_STEPS)

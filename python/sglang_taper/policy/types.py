@@ -146,9 +146,10 @@ class AdmissionPlan(msgspec.Struct, frozen=True, gc=False):
 
     `rows` is ascending and never empty for a non-empty view. `reason` is the binding
     constraint: `all` (nothing deferred), `budget`, `cap`, `baseline` (policy runs one
-    branch per request), `fallback` (latency model not trusted), `forced` (beam search
-    is in the batch: every row runs). The milliseconds are None where the policy made no
-    prediction; `min_slack_ms` is None when no request can be helped by protection.
+    branch per request), `triage` (requests are paused), `fallback` (latency model not
+    trusted), `forced` (beam search is in the batch: every row runs). The milliseconds
+    are None where the policy made no prediction; `min_slack_ms` is None when no
+    request can be helped by protection.
     """
 
     rows: list[int]

@@ -128,18 +128,28 @@ class Intake:
 
     def admit(self, num_rows: int) -> None:
         """Give places to what fits; `num_rows` are in the decode batch."""
-        while self.waiting:
-            entry = self.waiting[0]
-            is_new = entry.path is None
+        while (entry := self._next_with_place()) is not None:
             started = (*self.prefilling, *self.ready)
             taken = num_rows + sum(other.num_rows for other in started)
-            fits_rows = taken + entry.num_rows <= self.options.max_rows
-            if not (fits_rows or taken == 0) or (is_new and not self._has_place(entry)):
+            if taken and taken + entry.num_rows > self.options.max_rows:
                 return
-            if is_new:
+            if entry.path is None:
                 self._kv_tokens += entry.request.num_kv_tokens
                 self.resident.append(entry.request)
-            self._start(self.waiting.popleft())
+            self.waiting.remove(entry)
+            self._start(entry)
+
+    def _next_with_place(self) -> Entry | None:
+        """The first that waits for rows only; a new request needs a place first, and
+        does not overtake another."""
+        seen_new = False
+        for entry in self.waiting:
+            if entry.path is not None:
+                return entry
+            if not seen_new and self._has_place(entry):
+                return entry
+            seen_new = True
+        return None
 
     def waiting_ttft_share(self, now_ms: float) -> float:
         """As `StepView` has it. The queue is in order of arrival."""
