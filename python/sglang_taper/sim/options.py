@@ -20,7 +20,7 @@ from sglang_taper.workload.requests import WorkloadSpec
 
 DEFAULT_POLICIES = (
     "off,eager,cap:cap=2,taper-paper:rho=0.8:deadline=progress,"
-    "taper-paper:rho=0.5:deadline=progress,taper:rho=0.3,ledger"
+    "taper-paper:rho=0.5:deadline=progress,taper-paper:rho=0.3,taper:rho=0.3,ledger"
 )
 
 
