@@ -34,9 +34,9 @@ class LedgerPolicy:
     allowance, S0 at least, divided by `1 - y`: y grows from 0 to 1 while a request
     that waits for room uses up the last part of its TTFT SLO, and those that have
     room are protected less and less. A request is left out when its TTFT is missed,
-    when S0 is longer than its TPOT less stalls and its lead does not last to its end,
-    and when it is so late that no step is short enough for its allowance; if all are,
-    nothing limits the step. Raises FieldError for an unknown `params.utility`.
+    when S0 is longer than its TPOT less stalls, and when it is so late that no step
+    is short enough for its allowance; if all are, nothing limits the step. Raises
+    FieldError for an unknown `params.utility`.
     """
 
     def plan(self, step: StepView) -> AdmissionPlan:
@@ -51,14 +51,10 @@ def _allowed_budget(step: StepView, baseline_ms: float) -> Budget:
     shortest_ms = predict_ms(step.model, 1, 0)
     smallest_ms, tightest = math.inf, None
     for request in step.requests:
-        lead_ms = _lead_ms(request, step.now_ms)
-        gain_ms = decode_share * request.tpot_slo_ms - baseline_ms
-        if lead_ms is None:
+        if decode_share * request.tpot_slo_ms < baseline_ms:
             continue
-        if gain_ms < 0 and lead_ms < -gain_ms * request.remaining_tokens:
-            continue
-        allowed_ms = _allowance_ms(request, lead_ms, step)
-        if shortest_ms <= allowed_ms < smallest_ms:
+        allowed_ms = allowance_ms(request, step)
+        if allowed_ms is not None and shortest_ms <= allowed_ms < smallest_ms:
             smallest_ms, tightest = allowed_ms, request
     if tightest is None:
         return Budget(None, None)
@@ -74,12 +70,9 @@ def allowance_ms(request: RequestView, step: StepView) -> float | None:
 
     Smaller than any step when it is far behind, and even negative.
     """
-    lead_ms = _lead_ms(request, step.now_ms)
-    return None if lead_ms is None else _allowance_ms(request, lead_ms, step)
-
-
-def _allowance_ms(request: RequestView, lead_ms: float, step: StepView) -> float:
-    tpot_ms = request.tpot_slo_ms
+    lead_ms, tpot_ms = _lead_ms(request, step.now_ms), request.tpot_slo_ms
+    if lead_ms is None:
+        return None
     stalls = min(RESERVE_STALLS, RESERVE_STALLS_PER_TOKEN * request.num_tokens)
     reserve_ms = min(stalls * step.mean_stall_ms, MAX_RESERVE_TOKENS * tpot_ms)
     spare_ms = (lead_ms - reserve_ms) / HORIZON_STEPS
