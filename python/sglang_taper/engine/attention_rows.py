@@ -6,7 +6,7 @@ is such a device: they need FlashInfer.
 
 from __future__ import annotations
 
-from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
+from sglang_taper.engine.hook_types import Hook, Kind, Role, overridden, relied_on
 
 _SRT = "sglang.srt"
 _OURS = "sglang_taper.engine.attention"
@@ -17,15 +17,7 @@ _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner"
 
 
 def _override(id: str, target: str, why: str, with_id: str) -> Hook:
-    return Hook(
-        id=id,
-        target=target,
-        kind=Kind.OVERRIDE,
-        role=Role.SCHEDULER,
-        function=None,
-        why=why,
-        removable_when=f"same as {with_id}",
-    )
+    return overridden(id, target, Role.SCHEDULER, why, f"same as {with_id}")
 
 
 def _relied_on(id: str, target: str, why: str) -> Hook:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from sglang_taper.engine.attention_rows import CPU_ATTENTION_HOOKS, CUDA_ATTENTION_HOOKS
-from sglang_taper.engine.hook_types import Hook, Kind, Role, relied_on
+from sglang_taper.engine.hook_types import Hook, Kind, Role, overridden, relied_on
 
 _SCHED = "sglang.srt.managers.scheduler.Scheduler"
 _ENGINE = "sglang_taper.engine"
 
 
 def _override(name: str, why: str, removable_when: str) -> Hook:
-    return Hook(
-        id=f"scheduler-{name.strip('_').replace('_', '-')}",
-        target=f"{_SCHED}.{name}",
-        kind=Kind.OVERRIDE,
-        role=Role.SCHEDULER,
-        function=None,
-        why=why,
-        removable_when=removable_when,
-    )
+    id = f"scheduler-{name.strip('_').replace('_', '-')}"
+    return overridden(id, f"{_SCHED}.{name}", Role.SCHEDULER, why, removable_when)
 
 
 SCHEDULER_HOOKS: tuple[Hook, ...] = (

@@ -48,3 +48,8 @@ class Hook(msgspec.Struct, frozen=True):
 def relied_on(id: str, target: str, role: Role, why: str, removable_when: str) -> Hook:
     """A row for a function whose behaviour is assumed and that is not touched."""
     return Hook(id, target, Kind.RELIED_ON, role, None, why, removable_when)
+
+
+def overridden(id: str, target: str, role: Role, why: str, removable_when: str) -> Hook:
+    """A row for a method that our subclass of a replaced class overrides."""
+    return Hook(id, target, Kind.OVERRIDE, role, None, why, removable_when)

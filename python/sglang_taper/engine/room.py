@@ -68,9 +68,7 @@ class ForkRoom:
 
     def _need(self, req: Req) -> int:
         """Slots of `req` when nothing of it is in the tree."""
-        length = len(req.origin_input_ids) + len(req.output_ids)
-        left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-        return int(length + min(left, CLIP_MAX_NEW_TOKENS) + self._engine.page_size)
+        return _length(req) + _tokens_left(req) + int(self._engine.page_size)
 
     def _units(self) -> list[list[Req]]:
         by_group: dict[Group | Req, list[Req]] = {}
@@ -83,13 +81,12 @@ class ForkRoom:
     ) -> Unit:
         needs, shared = [], 0
         for req in reqs:
-            length = len(req.origin_input_ids) + len(req.output_ids)
             prompt = prompts.get(req)
             matched = prompt.num_matched if prompt else 0
             shared = max(shared, matched)
             # A waiting sibling finds what the first one computes.
             found = max(matched, waiting.get(req, 0))
-            new = length - found + self._expected_tokens(req)
+            new = _length(req) - found + self._expected_tokens(req)
             needs.append(int(new) + self._engine.page_size)
         return Unit(len(reqs), sum(needs), sum(needs) + shared)
 
@@ -115,7 +112,16 @@ class ForkRoom:
 
     def _expected_tokens(self, req: Req) -> float:
         """Tokens `req` may still generate, as SGLang counts a running request."""
-        left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
         certain = req.sampling_params.ignore_eos
         ratio = 1.0 if certain else self._engine.new_token_ratio_tracker.current
-        return float(min(left, CLIP_MAX_NEW_TOKENS) * ratio)
+        return float(_tokens_left(req) * ratio)
+
+
+def _length(req: Req) -> int:
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def _tokens_left(req: Req) -> int:
+    """Tokens `req` may still generate at most, clipped as SGLang's admission does."""
+    left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return int(min(left, CLIP_MAX_NEW_TOKENS))

@@ -65,10 +65,30 @@ class LevelArrays(NamedTuple):
     last_page_len: torch.Tensor  # ones: a page is a token
 
 
-class SharedLevel:
+class _Level:
+    """A planned wrapper of FlashInfer."""
+
+    _shape: FlashInferShape
+    _wrapper: Any
+
+    def run(
+        self,
+        q: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """`q`, `out`, `lse` in the order of the level; pools [S, 1, Hkv, D]."""
+        options = self._shape.run_options(scale)
+        self._wrapper.run(q, pools, out=out, lse=lse, **options)
+
+
+class SharedLevel(_Level):
     """Attention of each group slot's rows over its prefix: paged prefill, `fa2`.
 
-    `qo_indptr` is a static device array, like those of `arrays`.
+    Its order of rows is by slot. `qo_indptr` is a static device array, like those of
+    `arrays`.
     """
 
     def __init__(
@@ -132,21 +152,10 @@ class SharedLevel:
             0,  # slots differ in their number of queries
         )
 
-    def run(
-        self,
-        q: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """`q`, `out`, `lse` in the order of the first level; pools [S, 1, Hkv, D]."""
-        options = self._shape.run_options(scale)
-        self._wrapper.run(q, pools, out=out, lse=lse, **options)
 
-
-class PrivateLevel:
-    """Attention of each row over its private tokens: decode, as SGLang runs it."""
+class PrivateLevel(_Level):
+    """Attention of each row over its private tokens, in the order of the step: decode,
+    as SGLang runs it."""
 
     def __init__(
         self, shape: FlashInferShape, workspace: torch.Tensor, arrays: LevelArrays
@@ -184,18 +193,6 @@ class PrivateLevel:
             global_override_indptr_cpu=torch.from_numpy(levels.private_indptr),
             **self._shape.plan_options,
         )
-
-    def run(
-        self,
-        q: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """`q`, `out`, `lse` in the order of the step; pools [S, 1, Hkv, D]."""
-        options = self._shape.run_options(scale)
-        self._wrapper.run(q, pools, out=out, lse=lse, **options)
 
 
 def _shrink_workspace(wrapper: Any, workspace: torch.Tensor) -> None:

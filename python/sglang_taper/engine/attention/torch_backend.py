@@ -111,15 +111,14 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *args: Any,
-        scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        pools = (k_cache, v_cache)
         plan = self._plan_for(TorchPlan, args, kwargs)
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_decode
-            pools = (k_cache, v_cache)
-            return compute(query, output, *pools, *args, scaling=scaling, **kwargs)
-        out, _ = decode(plan, query, k_cache, v_cache, _scale(scaling, query))
+            return compute(query, output, *pools, *args, **kwargs)
+        out, _ = decode(plan, query, *pools, _scale(kwargs, query))
         return output.copy_(out)
 
     def _run_sdpa_forward_extend(
@@ -129,20 +128,17 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *args: Any,
-        scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        pools = (k_cache, v_cache)
         plan = self._plan_for(TorchExtendPlan, args, kwargs)
         if plan is not None and not kwargs["causal"]:
             self._fall_back("not causal")
             plan = None
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_extend
-            pools = (k_cache, v_cache)
-            return compute(query, output, *pools, *args, scaling=scaling, **kwargs)
-        return output.copy_(
-            extend(plan, query, k_cache, v_cache, _scale(scaling, query))
-        )
+            return compute(query, output, *pools, *args, **kwargs)
+        return output.copy_(extend(plan, query, *pools, _scale(kwargs, query)))
 
     def _plan_for(
         self, kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -164,5 +160,6 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         return plan if reason is None else None
 
 
-def _scale(scaling: float | None, query: torch.Tensor) -> float:
-    return float(query.shape[-1] ** -0.5) if scaling is None else scaling
+def _scale(kwargs: dict[str, Any], query: torch.Tensor) -> float:
+    scaling = kwargs.get("scaling")
+    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
