@@ -1,8 +1,8 @@
 """The constants of the attention gate, from timings of both modes.
 
 Least squares on relative errors. The three rates enter through maxima, so they are
-searched by steps that shrink; for each choice the three additive costs are linear and
-solved exactly enough by coordinate descent (never negative).
+searched by steps that shrink; for each choice the three additive costs are linear, and
+solved exactly (never negative).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from sglang_taper.policy.attention_gate import (
     predict_cascade_us,
     predict_plain_us,
 )
+from sglang_taper.policy.latency_fit import non_negative
 
 MIN_TIMINGS = 4
 # Rates are searched in factors from e down to 0.01 %.
 FIRST_STEP, LAST_STEP = 1.0, 1e-4
-DESCENT_SWEEPS = 200
+# Timings of one batch size do not tell the two extra costs apart.
+RIDGE = 1e-9
 
 Rates = tuple[float, float, float]  # logs: DRAM bytes, cached over DRAM, FLOP
 
@@ -131,15 +133,13 @@ def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], targets: Sequence[float]
 ) -> tuple[list[float], float]:
     """x >= 0 that minimises the squared distance of rows . x from targets."""
-    size = len(rows[0])
     columns = list(zip(*rows, strict=True))
     gram = [[_dot(a, b) for b in columns] for a in columns]
     goal = [_dot(column, targets) for column in columns]
-    x = [0.0] * size
-    for _ in range(DESCENT_SWEEPS):
-        for j in range(size):
-            if gram[j][j] > 0:
-                x[j] = max(0.0, x[j] + (goal[j] - _dot(gram[j], x)) / gram[j][j])
+    used = [j for j in range(len(columns)) if gram[j][j] > 0]
+    for j in used:
+        gram[j][j] *= 1 + RIDGE
+    x = non_negative(gram, goal, used)
     loss = sum((_dot(row, x) - t) ** 2 for row, t in zip(rows, targets, strict=True))
     return x, loss
 

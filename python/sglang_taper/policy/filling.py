@@ -25,28 +25,43 @@ class Budget(NamedTuple):
     min_slack_ms: float | None
 
 
+class Start(NamedTuple):
+    """S0 (`baseline`, with its KV tokens and predicted time) and the waiting order."""
+
+    order: list[int]
+    baseline: list[int]
+    kv_tokens: int
+    baseline_ms: float
+
+
+def start_of(step: StepView) -> Start:
+    order = waiting_order(step)
+    baseline = choose_baseline(step, order)
+    kv_tokens = step_kv_tokens(step, baseline)
+    baseline_ms = predict_ms(step.model, len(baseline), kv_tokens)
+    return Start(order, baseline, kv_tokens, baseline_ms)
+
+
 def plan_within(
     step: StepView,
     budget_rule: Callable[[StepView, float], Budget],
     ties: Callable[[StepView], list[int]] = waiting_order,
+    start: Start | None = None,
 ) -> AdmissionPlan:
     """S0 and as many extra branches as `budget_rule(step, baseline_ms)` has time for.
 
     Extra rows come in the order of `params.utility`, ties in the order of `ties`
     (longest waiting first), up to the first one that does not fit. S0 alone, with
     reason `fallback`, while the latency model is not trusted. Raises FieldError for
-    an unknown utility.
+    an unknown utility. `start` is `start_of(step)` if the caller has it already.
     """
     if step.params.utility not in _RANKINGS:
         accepted = "one of " + ", ".join(_RANKINGS)
         raise FieldError("utility", step.params.utility, accepted)
-    order = waiting_order(step)
-    baseline = choose_baseline(step, order)
+    order, baseline, kv_tokens, baseline_ms = start or start_of(step)
     if not step.model.trusted:
         full = len(baseline) == step.num_rows
         return AdmissionPlan(baseline, "all" if full else "fallback")
-    kv_tokens = step_kv_tokens(step, baseline)
-    baseline_ms = predict_ms(step.model, len(baseline), kv_tokens)
     budget_ms, min_slack_ms = budget_rule(step, baseline_ms)
     if ties is not waiting_order:
         order = ties(step)

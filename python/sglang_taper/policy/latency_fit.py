@@ -66,11 +66,11 @@ def _fit(samples: list[Sample], prior: Vector | None) -> Vector:
             products = sum(map(mul, columns[j], columns[k]))
             gram[j][k] = products / count / scale[j] / scale[k]
         gram[j][j] += ridge
-    solution = _non_negative(gram, target, used)
+    solution = non_negative(gram, target, used)
     return [solution[j] / scale[j] if j in used else start[j] for j in range(3)]
 
 
-def _non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:
+def non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:
     """Minimum of x.gram.x - 2 x.target over x >= 0, by trying every active set.
 
     With every entry of the active set solved for, the objective is -x.target. If no

@@ -40,10 +40,11 @@ class LedgerPolicy:
     """
 
     def plan(self, step: StepView) -> AdmissionPlan:
-        return plan_within(step, _allowed_budget)
+        return plan_within(step, allowed_budget)
 
 
-def _allowed_budget(step: StepView, baseline_ms: float) -> Budget:
+def allowed_budget(step: StepView, baseline_ms: float) -> Budget:
+    """The smallest allowance of the protected requests, as `LedgerPolicy` says."""
     yielding = (step.waiting_ttft_share - YIELD_FROM) / (1 - YIELD_FROM)
     if yielding >= 1:
         return Budget(None, None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from sglang_taper.policy.baselines import choose_baseline, waiting_order
-from sglang_taper.policy.filling import step_kv_tokens
+from sglang_taper.policy.filling import Start, plan_within, start_of, step_kv_tokens
 from sglang_taper.policy.latency import predict_ms
-from sglang_taper.policy.ledger import LedgerPolicy, allowance_ms
+from sglang_taper.policy.ledger import allowance_ms, allowed_budget
 from sglang_taper.policy.types import AdmissionPlan, StepView
 
 # A request that is paused advances at least once in so many steps.
@@ -26,26 +25,18 @@ class TriagePolicy:
     The one policy that does not advance every request in every step.
     """
 
-    def __init__(self) -> None:
-        self._ledger = LedgerPolicy()
-
     def plan(self, step: StepView) -> AdmissionPlan:
-        order = waiting_order(step)
-        baseline = choose_baseline(step, order)
-        kv_tokens = step_kv_tokens(step, baseline)
-        baseline_ms = predict_ms(step.model, len(baseline), kv_tokens)
+        start = start_of(step)
         tightest_ms = min(request.tpot_slo_ms for request in step.requests)
-        in_time = (1 - step.stall_share) * tightest_ms >= baseline_ms
+        in_time = (1 - step.stall_share) * tightest_ms >= start.baseline_ms
         if in_time or not step.model.trusted or step.waiting_ttft_share >= 1:
-            return self._ledger.plan(step)
-        return _serve_some(step, order, baseline, baseline_ms)
+            return plan_within(step, allowed_budget, start=start)
+        return _serve_some(step, start)
 
 
-def _serve_some(
-    step: StepView, order: list[int], baseline: list[int], baseline_ms: float
-) -> AdmissionPlan:
-    filling = _Filling(step, _overdue(step, baseline))
-    candidates = set(baseline).difference(filling.rows)
+def _serve_some(step: StepView, start: Start) -> AdmissionPlan:
+    filling = _Filling(step, _overdue(step, start.baseline))
+    candidates = set(start.baseline).difference(filling.rows)
     allowed = [allowance_ms(request, step) for request in step.requests]
     savable = [
         (-allowed_ms, row)
@@ -56,14 +47,14 @@ def _serve_some(
         filling.add(row, -negative_ms)
     if not filling.rows:
         return AdmissionPlan(list(range(step.num_rows)), "all")
-    for row in order:
+    for row in start.order:
         if row in candidates and not filling.add(row, math.inf):
             break
     rows = sorted(filling.rows)
     return AdmissionPlan(
         rows=rows,
         reason="all" if len(rows) == step.num_rows else "triage",
-        baseline_ms=baseline_ms,
+        baseline_ms=start.baseline_ms,
         predicted_ms=filling.step_ms(0, 0),
         budget_ms=filling.limit_ms if filling.limit_ms < math.inf else None,
     )
