@@ -75,14 +75,18 @@ RULES = {
     "sim": Rule("changes errors policy workload", "msgspec"),
     "probe": Rule(libraries="msgspec requests"),
     "calibrate": Rule(
-        "errors models policy probe protocol server_process",
+        "errors models policy probe protocol server_options server_process",
         "msgspec requests tqdm",
         "matplotlib",
     ),
     "calibrate/fit.py": Rule("errors policy probe", "msgspec", standard=STATISTICS),
     "calibrate/grid.py": Rule("policy probe", standard=PURE_LIBRARY),
+    "server_options": Rule("errors models"),
     "server_process": Rule("errors", "httpx", "torch"),
-    "demo": Rule("root errors frontend models protocol server_process", "httpx rich"),
+    "demo": Rule(
+        "root errors frontend models protocol server_options server_process workload",
+        "httpx rich",
+    ),
     "demo/program.py": Rule("frontend", "sglang sglang.lang"),
     # entry points: light themselves, everything else inside functions
     "__init__": Rule("frontend"),

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_taper.errors import FieldError
-from sglang_taper.models import DEFAULT_MODEL
 from sglang_taper.protocol import check_positive
+from sglang_taper.server_options import ServerOptions, add_server_flags
 
 OUTPUT = "latency-profile.json"
 BUDGET_S, MAX_BUDGET_S = 120.0, 86_400.0
 
 
 @dataclass(frozen=True)
-class CalibrateOptions:
+class CalibrateOptions(ServerOptions):
     """What the user asked for; `plot` None means beside the profile, if possible."""
 
-    model_path: str = DEFAULT_MODEL
-    url: str | None = None
-    api_key: str | None = None
     output: str = OUTPUT
     plot: str | None = None
     budget_s: float = BUDGET_S
-    server_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive("--budget-s", self.budget_s, MAX_BUDGET_S)
-        if self.url and self.server_flags:
-            shown = " ".join(self.server_flags)
-            raise FieldError("server flags", shown, "none together with --url")
+        super().__post_init__()
         for flag, name in (("--output", self.output), ("--plot", self.plot)):
             if name is not None and not Path(name).absolute().parent.is_dir():
                 raise FieldError(flag, name, "a file in a folder that exists")
@@ -43,19 +37,11 @@ class CalibrateOptions:
     def partial_path(self) -> Path:
         return Path(self.output + ".partial")
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> CalibrateOptions:
-        """Raises FieldError naming the flag, its value and what is accepted."""
-        given = {f.name: getattr(args, f.name) for f in fields(cls)}
-        return cls(**given | {"server_flags": tuple(args.server_flags)})
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every field of CalibrateOptions on `parser`."""
     add = parser.add_argument
-    add("--model-path", default=DEFAULT_MODEL, help="model (default: %(default)s)")
-    add("--url", help="calibrate this running server instead of starting one")
-    add("--api-key", help="key of the server at --url")
+    add_server_flags(parser, "calibrate")
     add(
         "--output",
         default=OUTPUT,
@@ -74,10 +60,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=BUDGET_S,
         metavar="S",
         help="seconds to measure for, once the server is ready (default: %(default)g)",
-    )
-    add(
-        "server_flags",
-        nargs="*",
-        metavar="-- SERVER FLAGS",
-        help="further flags for sglang_taper.launch_server, after `--`",
     )

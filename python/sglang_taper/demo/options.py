@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from sglang_taper.errors import FieldError
-from sglang_taper.models import DEFAULT_MODEL
 from sglang_taper.protocol import MAX_SLO_MS, check_positive
+from sglang_taper.server_options import ServerOptions, add_server_flags
 
 TOPIC = "keeping bees in a city"
 # Between what one branch per request needs and what all branches need: on two CPU
@@ -17,12 +17,9 @@ TTFT_SLO_MS = 20_000.0
 
 
 @dataclass(frozen=True)
-class DemoOptions:
+class DemoOptions(ServerOptions):
     """What the user asked for; `tpot_slo_ms` None means measured."""
 
-    model_path: str = DEFAULT_MODEL
-    url: str | None = None
-    api_key: str | None = None
     topic: str = TOPIC
     quick: bool = False
     rounds: int = 1
@@ -31,7 +28,6 @@ class DemoOptions:
     tpot_slo_ms: float | None = None
     ttft_slo_ms: float = TTFT_SLO_MS
     json: str | None = None
-    server_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -40,23 +36,13 @@ class DemoOptions:
         check_positive("--ttft-slo-ms", self.ttft_slo_ms, MAX_SLO_MS)
         if self.tpot_slo_ms is not None:
             check_positive("--tpot-slo-ms", self.tpot_slo_ms, MAX_SLO_MS)
-        if self.url and self.server_flags:
-            shown = " ".join(self.server_flags)
-            raise FieldError("server flags", shown, "none together with --url")
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> DemoOptions:
-        """Raises FieldError naming the flag, its value and what is accepted."""
-        given = {f.name: getattr(args, f.name) for f in fields(cls)}
-        return cls(**given | {"server_flags": tuple(args.server_flags)})
+        super().__post_init__()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every field of DemoOptions on `parser`."""
     add = parser.add_argument
-    add("--model-path", default=DEFAULT_MODEL, help="model (default: %(default)s)")
-    add("--url", help="use this running server instead of starting one")
-    add("--api-key", help="key of the server at --url")
+    add_server_flags(parser, "use")
     add("--topic", default=TOPIC, help="what the program writes about")
     add("--quick", action="store_true", help="a smaller mix; its figures are rough")
     add("--rounds", type=int, default=1, help="times each policy runs, interleaved")
@@ -77,9 +63,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="TTFT SLO in ms (default: %(default)g)",
     )
     add("--json", metavar="FILE", help="also write the facts as JSON")
-    add(
-        "server_flags",
-        nargs="*",
-        metavar="-- SERVER FLAGS",
-        help="further flags for sglang_taper.launch_server, after `--`",
-    )
