@@ -28,10 +28,11 @@ from sglang_taper.policy.types import PolicyParams
 from sglang_taper.sim.intake import EngineOptions
 from sglang_taper.sim.loop import Simulation
 from sglang_taper.sim.machine import Machine, read_machine
-from sglang_taper.sim.run import counted, mean_time_between_tokens_ms, result_of
+from sglang_taper.sim.run import counted, outcomes_of, result_of
 from sglang_taper.workload.arrivals import Arrivals
 from sglang_taper.workload.parametric import ShapeParams
 from sglang_taper.workload.requests import PlannedRequest, WorkloadSpec, make_requests
+from sglang_taper.workload.score import mean_time_between_tokens_ms
 
 POLICIES = (
     "off,eager,cap:cap=2,cap:cap=4,taper-paper:rho=0.8:deadline=progress,"
@@ -134,7 +135,7 @@ def measure_off(spec: WorkloadSpec, machine: Machine) -> tuple[float, float]:
     params, clients = PolicyParams(policy="off"), spec.arrivals.concurrency
     off = play(make_requests(spec), params, machine, EngineOptions(), clients)
     outcomes, duration_s = counted(off)
-    return mean_time_between_tokens_ms(off), len(outcomes) / duration_s
+    return mean_time_between_tokens_ms(outcomes_of(off)), len(outcomes) / duration_s
 
 
 def measure(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from goodput_lib.stream import RequestFailed, Row, Target, now_ms
+from sglang_taper.demo.load import all_of
 from sglang_taper.frontend.branch import Branch
 from sglang_taper.protocol import BranchMeta
 from sglang_taper.workload.score import Outcome
@@ -142,23 +143,12 @@ class Execution:
             for _ in paths
         ]
         children = branch.fork(len(paths))
-        ends = await _all(
-            [
+        ends = await all_of(
+            *(
                 self._path(path, start, child)
                 for path, start, child in zip(paths, starts, children, strict=True)
-            ]
+            )
         )
         self.seen.forks_ms.append((began_ms, now_ms()))
         joined = [token for ids, _ in ends for token in ids[len(prefix) :]]
         return prefix + joined, max(critical for _, critical in ends)
-
-
-async def _all(work: Sequence) -> list:
-    """`asyncio.gather` that leaves nothing running when one fails."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

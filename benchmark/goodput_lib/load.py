@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from goodput_lib.execute import Seen
 from goodput_lib.stream import now_ms
-from sglang_taper.sim.run import WARM_UP_SHARE
-from sglang_taper.workload.score import Outcome, percentile
+from sglang_taper.workload.score import Outcome, counted_window, percentile
 
 LAG_EVERY_S = 0.05
 
@@ -99,18 +98,15 @@ async def _lags(lags_ms: list[float]) -> AsyncIterator[None]:
 
 
 def counted(played: Played) -> tuple[list[Seen], float]:
-    """The requests that count, and the seconds they stand for, as in the simulator.
-
-    Open loop: all, from the first arrival to the last end. Closed loop: those that
-    ended, or failed, after warm-up and while the last request had not been sent.
-    """
+    """The requests that count (`counted_window`), and the seconds they stand for."""
     seen = played.seen
-    if not played.is_closed:
-        return seen, (max(s.closed_ms for s in seen) - seen[0].sent_ms) / 1000
-    length_ms = seen[-1].sent_ms - seen[0].sent_ms
-    begin_ms = seen[0].sent_ms + WARM_UP_SHARE * length_ms
-    window = [s for s in seen if begin_ms < s.closed_ms <= seen[-1].sent_ms]
-    return window, (seen[-1].sent_ms - begin_ms) / 1000
+    last_end_ms = max(s.closed_ms for s in seen)
+    begin_ms, end_ms = counted_window(
+        seen[0].sent_ms, seen[-1].sent_ms, last_end_ms, played.is_closed
+    )
+    if played.is_closed:
+        seen = [s for s in seen if begin_ms < s.closed_ms <= end_ms]
+    return seen, (end_ms - begin_ms) / 1000
 
 
 def outcomes_of(
@@ -126,11 +122,3 @@ def _was_victim(seen: Seen, forks_ms: Sequence[tuple[float, float]]) -> bool:
     return not seen.is_decomposable and any(
         begin <= seen.closed_ms and end >= first_ms for begin, end in forks_ms
     )
-
-
-def mean_time_between_tokens_ms(everyone: Sequence[Seen]) -> float:
-    """Over all tokens of all requests after the first, prefill stalls included."""
-    outcomes = [seen.outcome() for seen in everyone if seen.ended_ms is not None]
-    gaps = sum(outcome.num_tokens - 1 for outcome in outcomes)
-    spent_ms = sum(o.tpot_ms * (o.num_tokens - 1) for o in outcomes)
-    return spent_ms / gaps if gaps else 0.0

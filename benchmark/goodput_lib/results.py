@@ -16,7 +16,6 @@ import orjson
 from goodput_lib.load import (
     Played,
     counted,
-    mean_time_between_tokens_ms,
     outcomes_of,
 )
 from goodput_lib.options import Options
@@ -27,7 +26,12 @@ from sglang_taper.workload.requests import (
     WorkloadSpec,
     workload_header,
 )
-from sglang_taper.workload.score import mean_or_none, percentile, score
+from sglang_taper.workload.score import (
+    mean_or_none,
+    mean_time_between_tokens_ms,
+    percentile,
+    score,
+)
 
 if TYPE_CHECKING:
     from goodput_lib.rounds import Yardstick
@@ -90,7 +94,9 @@ def result_of(
         **{name: _of_metric(scored, name) for name in ("tpot", "tpot_critical")},
         **_itls(run.played),
         **_width(run.played),
-        "mean_time_between_tokens_ms": mean_time_between_tokens_ms(run.played.seen),
+        "mean_time_between_tokens_ms": mean_time_between_tokens_ms(
+            seen.outcome() for seen in run.played.seen
+        ),
         **_failures(run.played),
         **_client(run.played),
         "engine": _engine(run, args.output_details),

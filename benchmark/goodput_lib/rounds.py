@@ -14,7 +14,7 @@ import msgspec
 
 from goodput_lib.execute import Execution
 from goodput_lib.fitting import fitted
-from goodput_lib.load import Job, Played, mean_time_between_tokens_ms, play
+from goodput_lib.load import Job, Played, play
 from goodput_lib.options import Options
 from goodput_lib.policies import Contender
 from goodput_lib.program_jobs import ProgramJobs
@@ -22,6 +22,7 @@ from goodput_lib.results import Run, achieved, result_of
 from goodput_lib.servers import LiveServer
 from sglang_taper.frontend.branch import new_group
 from sglang_taper.workload.requests import PlannedRequest, WorkloadSpec, make_requests
+from sglang_taper.workload.score import mean_time_between_tokens_ms
 
 MEASURED = Contender("off", {"policy": "off"})
 # A policy that attains less at one rate is not tried at a higher one.
@@ -129,7 +130,7 @@ class Comparison:
             options.spec(0), arrivals=options.measuring, rate_per_s=None
         )
         run = await self._play(MEASURED, 0, None, spec, options.slos_ms)
-        everyone = run.played.seen
+        everyone = (seen.outcome() for seen in run.played.seen)
         self.yardstick = Yardstick(
             mean_time_between_tokens_ms(everyone), _requests_per_s(run.played)
         )

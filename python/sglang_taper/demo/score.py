@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from sglang_taper.workload.score import time_per_token
+
 
 @dataclass(frozen=True)
 class BranchSteps:
@@ -48,9 +50,8 @@ class RequestRecord:
         return self._per_token_ms(self.num_critical_tokens)
 
     def _per_token_ms(self, num_tokens: int) -> float:
-        if num_tokens < 2:
-            return 0.0
-        return 1000 * (self.last_token_s - self.first_token_s) / (num_tokens - 1)
+        decode_ms = 1000 * (self.last_token_s - self.first_token_s)
+        return time_per_token(decode_ms, num_tokens)
 
 
 # The server sees a token before the client does, and meeting an SLO is a cliff: it is

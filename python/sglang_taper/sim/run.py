@@ -22,12 +22,15 @@ from sglang_taper.sim.predictors import (
     learned_predictor,
 )
 from sglang_taper.workload.requests import PlannedRequest
-from sglang_taper.workload.score import Outcome, percentile, score
+from sglang_taper.workload.score import (
+    Outcome,
+    counted_window,
+    mean_time_between_tokens_ms,
+    percentile,
+    score,
+)
 
 PREDICTORS = ("exact", "constant", "learned")
-# In a closed loop the pool fills in this share of the time until the last request is
-# sent; what ends before is not counted.
-WARM_UP_SHARE = 0.2
 
 
 class Handicap(msgspec.Struct, frozen=True):
@@ -82,22 +85,23 @@ def simulate(
     ).run()
 
 
-def counted(simulation: Simulation) -> tuple[list[Outcome], float]:
-    """The outcomes that count, and the seconds they stand for.
+def outcomes_of(simulation: Simulation) -> list[Outcome]:
+    """Of all requests, in the order in which they were sent."""
+    return [request.outcome() for request in simulation.intake.sent]
 
-    Open loop: all, from the first arrival to the last end. Closed loop: those that
-    ended after warm-up and while the last request had not been sent, so that all
-    places were taken.
-    """
-    sent = simulation.intake.sent
-    outcomes = [request.outcome() for request in sent]
-    if not simulation.intake.is_closed:
-        begin_ms, end_ms = sent[0].arrival_ms, simulation.now_ms
-        return outcomes, (end_ms - begin_ms) / 1000
-    end_ms = sent[-1].arrival_ms
-    begin_ms = WARM_UP_SHARE * end_ms
-    window = [o for o in outcomes if o.ended_ms and begin_ms < o.ended_ms <= end_ms]
-    return window, (end_ms - begin_ms) / 1000
+
+def counted(simulation: Simulation) -> tuple[list[Outcome], float]:
+    """The outcomes that count (`counted_window`), and the seconds they stand for."""
+    sent, is_closed = simulation.intake.sent, simulation.intake.is_closed
+    begin_ms, end_ms = counted_window(
+        sent[0].arrival_ms, sent[-1].arrival_ms, simulation.now_ms, is_closed
+    )
+    outcomes = outcomes_of(simulation)
+    if is_closed:
+        outcomes = [
+            o for o in outcomes if o.ended_ms and begin_ms < o.ended_ms <= end_ms
+        ]
+    return outcomes, (end_ms - begin_ms) / 1000
 
 
 def result_of(simulation: Simulation, slos_ms: Mapping[str, float]) -> dict[str, Any]:
@@ -118,16 +122,10 @@ def _step_facts(simulation: Simulation) -> dict[str, Any]:
         "mean_rows_deferred": totals.num_rows_deferred / steps,
         "mean_step_ms": totals.decode_ms / steps,
         "stall_share": totals.prefill_ms / busy_ms if busy_ms else 0.0,
-        "mean_time_between_tokens_ms": mean_time_between_tokens_ms(simulation),
+        "mean_time_between_tokens_ms": mean_time_between_tokens_ms(
+            outcomes_of(simulation)
+        ),
         "p99_itl_ms": percentile(itls_ms, 99),
         "max_itl_ms": percentile(itls_ms, 100),
         "simulated_s": simulation.now_ms / 1000,
     }
-
-
-def mean_time_between_tokens_ms(simulation: Simulation) -> float:
-    """Over all tokens of all requests after the first, prefill stalls included."""
-    outcomes = [request.outcome() for request in simulation.intake.sent]
-    gaps = sum(outcome.num_tokens - 1 for outcome in outcomes)
-    spent_ms = sum(o.tpot_ms * (o.num_tokens - 1) for o in outcomes)
-    return spent_ms / gaps if gaps else 0.0

@@ -14,7 +14,7 @@ from sglang_taper.sim.loop import Simulation
 from sglang_taper.sim.options import SimulateOptions
 from sglang_taper.sim.run import (
     Handicap,
-    mean_time_between_tokens_ms,
+    outcomes_of,
     result_of,
     simulate,
 )
@@ -24,6 +24,7 @@ from sglang_taper.workload.requests import (
     make_requests,
     workload_header,
 )
+from sglang_taper.workload.score import mean_time_between_tokens_ms
 
 # They do not look at SLOs: one run is scored against all of them.
 SLO_BLIND = frozenset({"off", "eager", "cap"})
@@ -132,7 +133,7 @@ class _Runs:
         if not factors:
             return []
         off = self._run(Variant("off", {"policy": "off"}, Handicap()), 1.0)
-        off_ms = mean_time_between_tokens_ms(off)
+        off_ms = mean_time_between_tokens_ms(outcomes_of(off))
         return [factor * off_ms for factor in factors]
 
     def result(

@@ -18,6 +18,9 @@ from sglang_taper.errors import FieldError
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
 PERCENTILES = (50, 90, 95, 99)
+# In a closed loop the pool fills in this share of the time until the last request is
+# sent; what ends before is not counted.
+WARM_UP_SHARE = 0.2
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -64,9 +67,7 @@ class Outcome(msgspec.Struct, frozen=True):
     def _per_token_ms(self, num_tokens: int) -> float:
         if self.ended_ms is None or self.first_token_ms is None:
             return math.inf
-        if num_tokens < 2:
-            return 0.0
-        return (self.ended_ms - self.first_token_ms) / (num_tokens - 1)
+        return time_per_token(self.ended_ms - self.first_token_ms, num_tokens)
 
     def meets(self, slos_ms: Mapping[str, float], critical: bool = False) -> bool:
         return all(self.meets_one(name, slos_ms[name], critical) for name in slos_ms)
@@ -75,6 +76,11 @@ class Outcome(msgspec.Struct, frozen=True):
         name = "tpot_critical" if critical and name == "tpot" else name
         observed_ms: float = getattr(self, f"{name}_ms")
         return self.succeeded and observed_ms <= slo_ms
+
+
+def time_per_token(decode_time: float, num_tokens: int) -> float:
+    """TPOT as SGLang counts it: `decode_time` from the first token to the last."""
+    return decode_time / (num_tokens - 1) if num_tokens > 1 else 0.0
 
 
 def parse_slos(pairs: Iterable[str]) -> dict[str, float]:
@@ -126,6 +132,29 @@ def score(
         **_of_groups(groups, slos_ms),
         **_distributions(served),
     }
+
+
+def counted_window(
+    first_sent_ms: float, last_sent_ms: float, last_end_ms: float, is_closed: bool
+) -> tuple[float, float]:
+    """From when to when a run is judged, in ms.
+
+    Open loop: from the first arrival to the last end. Closed loop: after warm-up and
+    while the last request had not been sent, so that all places were taken; what ended
+    outside does not count.
+    """
+    if not is_closed:
+        return first_sent_ms, last_end_ms
+    warm_up_ms = WARM_UP_SHARE * (last_sent_ms - first_sent_ms)
+    return first_sent_ms + warm_up_ms, last_sent_ms
+
+
+def mean_time_between_tokens_ms(outcomes: Iterable[Outcome]) -> float:
+    """Over all tokens of served requests after the first, prefill stalls included."""
+    served = [outcome for outcome in outcomes if outcome.succeeded]
+    gaps = sum(outcome.num_tokens - 1 for outcome in served)
+    spent_ms = sum(o.tpot_ms * (o.num_tokens - 1) for o in served)
+    return spent_ms / gaps if gaps else 0.0
 
 
 def _attained(
