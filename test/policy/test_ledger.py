@@ -112,6 +112,20 @@ def test_a_step_is_wide_when_the_baseline_alone_is_over_every_tpot() -> None:
     assert ledger(*crowd[1:]).reason == "budget"
 
 
+def test_a_lead_that_lasts_to_the_end_is_protected_though_s0_is_too_long() -> None:
+    # S0 of 21 ms loses 1 ms per step.
+    lasting = ahead(50.0, remaining_tokens=50)
+    crowd = [lasting] * 6 + [ahead(0.0)] * 5
+    assert ledger(*crowd).reason == "budget"
+    short = ahead(50.0, remaining_tokens=51)
+    assert ledger(*[short] * 6, *[ahead(0.0)] * 5).reason == "all"
+
+
+def test_a_minority_that_can_be_saved_does_not_hold_up_the_others() -> None:
+    lasting = ahead(50.0, remaining_tokens=50)
+    assert ledger(*[lasting] * 5, *[ahead(0.0)] * 6).reason == "all"
+
+
 def test_stalls_count_when_asking_whether_a_pace_can_be_kept() -> None:
     crowd = [ahead(0.0)] * 6
     assert ledger(*crowd, stall_share=0.20).reason == "budget"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from operator import itemgetter
 
 from sglang_taper.policy.filling import Budget, plan_within
 from sglang_taper.policy.latency import predict_ms
@@ -33,10 +33,12 @@ class LedgerPolicy:
     with a reserve that grows to RESERVE_STALLS mean stalls. The budget is the smallest
     allowance, S0 at least, divided by `1 - y`: y grows from 0 to 1 while a request
     that waits for room uses up the last part of its TTFT SLO, and those that have
-    room are protected less and less. A request is left out when its TTFT is missed,
-    when S0 is longer than its TPOT less stalls, and when it is so late that no step
-    is short enough for its allowance; if all are, nothing limits the step. Raises
-    FieldError for an unknown `params.utility`.
+    room are protected less and less. A request is left out when its TTFT is missed and
+    when it is so late that no step is short enough for its allowance. When S0 is
+    longer than the TPOT, less stalls, of some requests, those of them whose lead lasts
+    to their end are protected if they are at least half of them, else none is. If all
+    are left out, nothing limits the step. Raises FieldError for an unknown
+    `params.utility`.
     """
 
     def plan(self, step: StepView) -> AdmissionPlan:
@@ -48,22 +50,42 @@ def allowed_budget(step: StepView, baseline_ms: float) -> Budget:
     yielding = (step.waiting_ttft_share - YIELD_FROM) / (1 - YIELD_FROM)
     if yielding >= 1:
         return Budget(None, None)
-    decode_share = 1 - step.stall_share
-    shortest_ms = predict_ms(step.model, 1, 0)
-    smallest_ms, tightest = math.inf, None
-    for request in step.requests:
-        if decode_share * request.tpot_slo_ms < baseline_ms:
-            continue
-        allowed_ms = allowance_ms(request, step)
-        if allowed_ms is not None and shortest_ms <= allowed_ms < smallest_ms:
-            smallest_ms, tightest = allowed_ms, request
+    tightest = _tightest(step, baseline_ms)
     if tightest is None:
         return Budget(None, None)
-    slack_ms = deadline_ms(tightest, SCHEDULE) - step.now_ms
+    allowed_ms, request = tightest
+    slack_ms = deadline_ms(request, SCHEDULE) - step.now_ms
     return Budget(
-        max(baseline_ms, smallest_ms / (1 - max(0.0, yielding))),
-        reported_slack_ms(slack_ms, tightest.tpot_slo_ms),
+        max(baseline_ms, allowed_ms / (1 - max(0.0, yielding))),
+        reported_slack_ms(slack_ms, request.tpot_slo_ms),
     )
+
+
+def _tightest(step: StepView, baseline_ms: float) -> tuple[float, RequestView] | None:
+    """The smallest allowance of a protected request, and whose it is."""
+    shortest_ms, decode_share = predict_ms(step.model, 1, 0), 1 - step.stall_share
+    keeping: list[tuple[float, RequestView]] = []
+    lasting: list[tuple[float, RequestView]] = []
+    num_slow = 0
+    for request in step.requests:
+        allowed_ms = allowance_ms(request, step)
+        gain_ms = decode_share * request.tpot_slo_ms - baseline_ms
+        num_slow += gain_ms < 0
+        if allowed_ms is None or allowed_ms < shortest_ms:
+            continue
+        if gain_ms >= 0:
+            keeping.append((allowed_ms, request))
+        elif _lead_lasts(request, gain_ms, step.now_ms):
+            lasting.append((allowed_ms, request))
+    if 2 * len(lasting) >= num_slow:
+        keeping += lasting
+    return min(keeping, key=itemgetter(0), default=None)
+
+
+def _lead_lasts(request: RequestView, gain_ms: float, now_ms: float) -> bool:
+    """Whether it ends on schedule if each step to come adds `gain_ms` to its lead."""
+    lead_ms = _lead_ms(request, now_ms)
+    return lead_ms is not None and lead_ms + gain_ms * request.remaining_tokens >= 0
 
 
 def allowance_ms(request: RequestView, step: StepView) -> float | None:
