@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from sglang_taper.frontend.branch import new_rid, with_branch
+from sglang_taper.frontend.client import IDLE_S
 from sglang_taper.protocol import META_INFO_KEY, BranchMeta
 
 _END = b"[DONE]"
@@ -85,7 +86,7 @@ class Target:
     async def __aenter__(self) -> Target:
         self._session = aiohttp.ClientSession(
             # aiohttp queues from 100 connections on, which would hold branches back.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self

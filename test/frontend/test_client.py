@@ -11,7 +11,7 @@ import pytest
 from recorder import Recorder, meta_of
 
 from sglang_taper.errors import FieldError
-from sglang_taper.frontend.client import ServerError, TaperClient
+from sglang_taper.frontend.client import IDLE_S, ServerError, TaperClient
 from sglang_taper.protocol import BranchMeta, parse_branch_meta
 
 LONG = "A prefix that is long enough to be worth a request of its own. " * 2
@@ -173,3 +173,9 @@ def test_state_policy_and_group_abort_use_the_routes_of_the_server(recorder):
         ("/taper/state", {}),
         ("/taper/policy", {"policy": "cap", "cap": 2}),
     ]
+
+
+def test_an_idle_connection_is_given_up_before_sglang_closes_it():
+    from sglang.srt.environ import envs
+
+    assert envs.SGLANG_TIMEOUT_KEEP_ALIVE.get() > IDLE_S

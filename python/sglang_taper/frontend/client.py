@@ -30,6 +30,10 @@ from sglang_taper.frontend.branch import (
 )
 from sglang_taper.protocol import BranchMeta
 
+# An idle connection is used again for so long. SGLang closes it after five seconds,
+# and a request that meets the closing fails.
+IDLE_S = 2.0
+
 Prompt = str | Sequence[int]
 
 
@@ -69,7 +73,7 @@ class TaperClient:
             headers=headers,
             timeout=timeout_s,
             # httpx queues from 100 connections on, which would hold branches back.
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),
         )
 
     async def __aenter__(self) -> TaperClient:
