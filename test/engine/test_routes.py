@@ -74,8 +74,9 @@ def test_state_is_the_schedulers(client: TestClient, manager: Manager) -> None:
 def test_state_of_several_data_parallel_ranks_is_listed(
     client: TestClient, manager: Manager
 ) -> None:
-    manager.answers = [TaperControlReqOutput(state={"rank": i}) for i in range(2)]
-    assert client.get("/taper/state").json() == {"dp_ranks": [{"rank": 0}, {"rank": 1}]}
+    manager.answers = [TaperControlReqOutput(state={"dp_rank": i}) for i in (1, 0)]
+    ranks = [{"dp_rank": 0}, {"dp_rank": 1}]
+    assert client.get("/taper/state").json() == {"dp_ranks": ranks}
 
 
 def test_policy_changes_are_sent_and_answered_with_the_state(

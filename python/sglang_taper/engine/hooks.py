@@ -109,6 +109,24 @@ HOOKS: tuple[Hook, ...] = (
         removable_when="SGLang stamps a sibling index on the copies",
     ),
     Hook(
+        id="group-rank",
+        target=f"{_TOK}._create_tokenized_object",
+        kind=Kind.AFTER,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.dp_ranks:keep_group_together_hook",
+        why="branches must reach the data-parallel rank that holds their prefix; all "
+        "requests, single or in a batch, are made here",
+        removable_when="SGLang routes related requests to one data-parallel rank",
+    ),
+    relied_on(
+        id="named-rank",
+        target="sglang.srt.managers.data_parallel_controller.DataParallelController"
+        ".maybe_external_dp_rank_routing",
+        role=Role.TOKENIZER,
+        why="a request that names its rank goes there under every balancing method",
+        removable_when="SGLang routes related requests to one data-parallel rank",
+    ),
+    Hook(
         id="prompt-ids",
         target=f"{_TOK}._tokenize_one_request",
         kind=Kind.AROUND,

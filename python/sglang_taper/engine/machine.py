@@ -22,6 +22,7 @@ PACKAGES = ("sglang", "sglang-taper", "torch")
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:
     """What `GET /taper/state` answers: JSON-safe."""
     return describe_state(scheduler.taper) | {
+        "dp_rank": int(get_parallel().dp_rank or 0),
         "num_running": len(scheduler.running_batch.reqs),
         "num_waiting": len(scheduler.waiting_queue),
         "pool": describe_pool(scheduler),

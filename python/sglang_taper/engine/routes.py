@@ -101,8 +101,15 @@ def _answer(answers: list[TaperControlReqOutput]) -> Response:
     errors = {answer.error for answer in answers if answer.error}
     if errors:
         return error_response("; ".join(sorted(errors)), HTTPStatus.CONFLICT)
-    states = [answer.state for answer in answers]
-    return JSONResponse(states[0] if len(states) == 1 else {"dp_ranks": states})
+    if len(answers) == 1:
+        return JSONResponse(answers[0].state)
+    # They come in the order in which the ranks happened to answer.
+    states = sorted((answer.state for answer in answers), key=_dp_rank)
+    return JSONResponse({"dp_ranks": states})
+
+
+def _dp_rank(state: dict[str, Any]) -> int:
+    return int(state["dp_rank"])
 
 
 def error_response(message: str, status: HTTPStatus) -> Response:
