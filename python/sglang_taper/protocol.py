@@ -22,6 +22,8 @@ CALLED_KEY = "called_ms"
 ARRIVED_KEY = "arrived_ms"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
+# Routers of SGLang keep requests with the same value on one replica.
+ROUTING_KEY_HEADER = "x-smg-routing-key"
 
 GROUP_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 MAX_WIDTH = 4096

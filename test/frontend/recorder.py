@@ -20,6 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.routing_keys: list[str | None] = []
         self.delay_s = 0.0
         self.refuse_with: tuple[int, object] | None = None
         self.aborted: set[str] = set()
@@ -57,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         body = json.loads(self.rfile.read(length))
+        self.recorder.routing_keys.append(self.headers.get("x-smg-routing-key"))
         self.recorder.requests.append((self.path, body))
         time.sleep(self.recorder.delay_s)
         if self.recorder.refuse_with:

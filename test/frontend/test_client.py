@@ -74,6 +74,23 @@ def test_a_fork_streams_every_branch_of_one_group(recorder):
     assert sorted(child["text"] for child in children) == [LONG + s for s in suffixes]
 
 
+def test_everything_of_a_group_carries_the_key_by_which_routers_keep_it_together(
+    recorder,
+):
+    async def question(client):
+        await texts(client, LONG, [" a", " b"], source=BranchMeta(group="g"))
+        await client.abort_group("g")
+
+    ask(recorder.url, question)
+    assert recorder.routing_keys == ["g"] * 4
+
+
+def test_a_request_of_no_group_carries_no_routing_key(recorder):
+    ask(recorder.url, lambda c: c.generate("Hi", {"custom_params": None}))
+    ask(recorder.url, lambda c: c.set_policy(policy="off"))
+    assert recorder.routing_keys == [None, None]
+
+
 @pytest.mark.parametrize(
     ("prompt", "kwargs"), [("Short", {}), (LONG, {"commit_prefix": False})]
 )

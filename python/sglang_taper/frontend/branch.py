@@ -9,7 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sglang_taper.protocol import BranchMeta, parse_branch_meta, with_metadata
+from sglang_taper.protocol import (
+    CUSTOM_PARAMS_KEY,
+    ROUTING_KEY_HEADER,
+    BranchMeta,
+    parse_branch_meta,
+    with_metadata,
+)
 
 # Below this, prefilling the prefix in every sibling costs less than the round trip
 # of committing it first; sglang.lang uses the same bound before run_batch.
@@ -31,6 +37,17 @@ def with_branch(
 ) -> dict[str, Any]:
     """A copy of `sampling_params` that carries `meta`, as `with_metadata`."""
     return with_metadata(sampling_params, meta.to_wire())
+
+
+def routing_headers(body: Mapping[str, Any] | None) -> dict[str, str]:
+    """The header by which a router in front of several replicas keeps a group on one.
+
+    `body` is what is sent: a branch, or something about a `group`. {} without one.
+    """
+    body = body or {}
+    custom = (body.get("sampling_params") or {}).get("custom_params") or {}
+    group = body.get("group") or (custom.get(CUSTOM_PARAMS_KEY) or {}).get("group")
+    return {ROUTING_KEY_HEADER: group} if group else {}
 
 
 def fork_meta(

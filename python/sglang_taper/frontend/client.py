@@ -26,6 +26,7 @@ from sglang_taper.frontend.branch import (
     fork_meta,
     new_group,
     new_rid,
+    routing_headers,
     with_branch,
 )
 from sglang_taper.protocol import BranchMeta
@@ -99,8 +100,7 @@ class TaperClient:
         `meta` makes the request a branch, or gives it SLOs; `rid` names it for `abort`.
         """
         body = _body(prompt, sampling_params, meta, rid)
-        answer: dict[str, Any] = (await self._send("POST", "/generate", body)).json()
-        return answer
+        return dict((await self._send("POST", "/generate", body)).json())
 
     async def generate_stream(
         self,
@@ -131,9 +131,10 @@ class TaperClient:
     async def _events(
         self, body: Mapping[str, Any], branch: int
     ) -> AsyncIterator[StreamEvent]:
-        position = 0
+        position, key = 0, routing_headers(body)
         with _reporting_transport_errors():
-            async with self._http.stream("POST", "/generate", json=body) as response:
+            stream = self._http.stream("POST", "/generate", json=body, headers=key)
+            async with stream as response:
                 if response.is_error:
                     await response.aread()
                 _raise_for_status(response)
@@ -206,8 +207,7 @@ class TaperClient:
 
     async def state(self) -> dict[str, Any]:
         """The policy, its counters and the latency model (`GET /taper/state`)."""
-        state: dict[str, Any] = (await self._send("GET", "/taper/state")).json()
-        return state
+        return dict((await self._send("GET", "/taper/state")).json())
 
     async def set_policy(self, **settings: Any) -> dict[str, Any]:
         """Change `policy`, `cap`, `rho`, `deadline`, `utility` or a default SLO.
@@ -215,14 +215,16 @@ class TaperClient:
         They hold from one decode step on; returns the state then in force.
         """
         response = await self._send("POST", "/taper/policy", settings)
-        state: dict[str, Any] = response.json()
-        return state
+        return dict(response.json())
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> httpx.Response:
+        headers = routing_headers(body)
         with _reporting_transport_errors():
-            response = await self._http.request(method, path, json=body)
+            response = await self._http.request(
+                method, path, json=body, headers=headers
+            )
         _raise_for_status(response)
         return response
 
@@ -234,10 +236,8 @@ def _body(
     rid: str | None,
 ) -> dict[str, Any]:
     params = with_branch(sampling_params, meta) if meta else dict(sampling_params or {})
-    key, value = (
-        ("text", prompt) if isinstance(prompt, str) else ("input_ids", list(prompt))
-    )
-    return {key: value, "sampling_params": params, "rid": rid or new_rid()}
+    asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return {**asked, "sampling_params": params, "rid": rid or new_rid()}
 
 
 def _joined(prompt: Prompt, suffix: Prompt) -> Prompt:
