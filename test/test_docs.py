@@ -297,6 +297,7 @@ def test_no_page_and_no_source_contains(what: str) -> None:
         *SOURCES,
         REPOSITORY / "pyproject.toml",
         REPOSITORY / ".ci" / "run",
+        *(path for path in (REPOSITORY / "docker").rglob("*") if path.is_file()),
     ]
     found = [
         f"{name_of(path)}:{number}"
