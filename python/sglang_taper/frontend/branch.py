@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,6 +16,8 @@ from sglang_taper.protocol import (
     parse_branch_meta,
     with_metadata,
 )
+
+Prompt = str | Sequence[int]
 
 # Below this, prefilling the prefix in every sibling costs less than the round trip
 # of committing it first; sglang.lang uses the same bound before run_batch.
@@ -48,6 +50,15 @@ def routing_headers(body: Mapping[str, Any] | None) -> dict[str, str]:
     custom = (body.get("sampling_params") or {}).get("custom_params") or {}
     group = body.get("group") or (custom.get(CUSTOM_PARAMS_KEY) or {}).get("group")
     return {ROUTING_KEY_HEADER: group} if group else {}
+
+
+def joined(prompt: Prompt, suffix: Prompt) -> Prompt:
+    """A branch's whole prompt. Raises TypeError when one is text and one token ids."""
+    if isinstance(prompt, str) and isinstance(suffix, str):
+        return prompt + suffix
+    if isinstance(prompt, str) or isinstance(suffix, str):
+        raise TypeError("prompt and suffixes must both be text or both be token ids")
+    return [*prompt, *suffix]
 
 
 def fork_meta(

@@ -23,7 +23,9 @@ import httpx
 from sglang_taper.errors import TaperError
 from sglang_taper.frontend.branch import (
     COMMIT_MIN_CHARS,
+    Prompt,
     fork_meta,
+    joined,
     new_group,
     new_rid,
     routing_headers,
@@ -34,8 +36,6 @@ from sglang_taper.protocol import BranchMeta
 # An idle connection is used again for so long. SGLang closes it after five seconds,
 # and a request that meets the closing fails.
 IDLE_S = 2.0
-
-Prompt = str | Sequence[int]
 
 
 class ServerError(TaperError):
@@ -172,7 +172,7 @@ class TaperClient:
         queue: asyncio.Queue[StreamEvent | Exception | None] = asyncio.Queue()
         pumps = [
             asyncio.create_task(
-                self._pump(queue, _joined(prompt, suffix), sampling_params, meta)
+                self._pump(queue, joined(prompt, suffix), sampling_params, meta)
             )
             for suffix, meta in zip(suffixes, metas, strict=True)
         ]
@@ -238,14 +238,6 @@ def _body(
     params = with_branch(sampling_params, meta) if meta else dict(sampling_params or {})
     asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
     return {**asked, "sampling_params": params, "rid": rid or new_rid()}
-
-
-def _joined(prompt: Prompt, suffix: Prompt) -> Prompt:
-    if isinstance(prompt, str) and isinstance(suffix, str):
-        return prompt + suffix
-    if isinstance(prompt, str) or isinstance(suffix, str):
-        raise TypeError("prompt and suffixes must both be text or both be token ids")
-    return [*prompt, *suffix]
 
 
 async def _server_sent_events(
