@@ -20,6 +20,8 @@ META_INFO_KEY = "taper"
 CALLED_KEY = "called_ms"
 # The same: when this request came, for all ranks alike (`perf_counter` ms).
 ARRIVED_KEY = "arrived_ms"
+# The same: whose group it is.
+SCOPE_KEY = "scope"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 # Routers of SGLang keep requests with the same value on one replica.

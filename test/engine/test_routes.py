@@ -46,6 +46,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
     manager = Manager()
     state = SimpleNamespace(tokenizer_manager=manager)
     monkeypatch.setattr(http_server, "_global_state", state)
+    keys = SimpleNamespace(admin_api_key=None)
+    monkeypatch.setattr(routes, "get_serving", lambda: keys)
     return manager
 
 
@@ -215,6 +217,30 @@ def test_an_abort_body_that_is_not_json_is_refused_as_stock_does(
     headers = {"content-type": "application/json"}
     answer = client.post("/abort_request", content="{", headers=headers)
     assert answer.status_code == 400
+
+
+def test_a_caller_with_a_credential_aborts_groups_of_its_own_only(
+    client: TestClient, manager: Manager
+) -> None:
+    for key in ("Bearer mine", "bearer mine", "Bearer yours"):
+        headers = {"Authorization": key}
+        client.post("/abort_request", json={"group": "g"}, headers=headers)
+    mine, again, yours = (asked.params["scope"] for asked in manager.asked)
+    assert mine == again != yours
+    assert "mine" not in mine
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer admin"}])
+def test_the_operator_aborts_groups_of_everybody(
+    client: TestClient,
+    manager: Manager,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+) -> None:
+    keys = SimpleNamespace(admin_api_key="admin" if headers else None)
+    monkeypatch.setattr(routes, "get_serving", lambda: keys)
+    client.post("/abort_request", json={"group": "g"}, headers=headers)
+    assert "scope" not in manager.asked[0].params
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
+
+from sglang_taper.engine.headers import scoped_name
 from sglang_taper.errors import FieldError
-from sglang_taper.protocol import CUSTOM_PARAMS_KEY, BranchMeta, parse_branch_meta
+from sglang_taper.protocol import (
+    CUSTOM_PARAMS_KEY,
+    SCOPE_KEY,
+    BranchMeta,
+    parse_branch_meta,
+)
 
 
 def take_metadata(req: Any) -> dict[str, Any]:
@@ -26,8 +34,12 @@ def take_metadata(req: Any) -> dict[str, Any]:
 
 def checked_metadata(raw: dict[str, Any]) -> BranchMeta:
     """Checked in the tokenizer process already; a caller that went around it gets a
-    request that stands alone."""
+    request that stands alone. Its group has the name it has among all callers'."""
+    scope = str(raw.get(SCOPE_KEY, ""))
     try:
-        return parse_branch_meta(raw)
+        meta = parse_branch_meta({k: v for k, v in raw.items() if k != SCOPE_KEY})
     except FieldError:
         return BranchMeta()
+    if meta.group is None:
+        return meta
+    return msgspec.structs.replace(meta, group=scoped_name(scope, meta.group))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from sglang_taper.engine.headers import scope_in, scoped_name
 from sglang_taper.engine.sharing import Seen
 from sglang_taper.policy.state import BranchState, RequestState
 from sglang_taper.policy.types import PolicyParams
@@ -160,6 +161,8 @@ class GroupTable:
         self.ttl_ms = ttl_s * 1000.0
         self.groups: dict[str, Group] = {}
         self.num_live_groups = 0
+        # Whose groups there are, or were at the last sweep.
+        self._scopes: set[str] = set()
         self._swept_ms = -math.inf
 
     def attach(
@@ -193,6 +196,7 @@ class GroupTable:
             self.forget_idle(now_ms)
             state = _request_state(meta.group, meta, params, now_ms)
             group = self.groups[meta.group] = Group(state, now_ms)
+            self._scopes.add(scope_in(meta.group))
         return group
 
     def end(self, branch: Branch, now_ms: float) -> None:
@@ -231,6 +235,7 @@ class GroupTable:
         for position, (since_ms, name) in enumerate(sorted(idle)):
             if now_ms - since_ms > self.ttl_ms or position < surplus:
                 del self.groups[name]
+        self._scopes = {scope_in(name) for name in self.groups}
 
     def settle(self, now_ms: float) -> None:
         """Nothing runs or waits any more: no branch is alive (also repairs a count
@@ -241,6 +246,12 @@ class GroupTable:
     def clear(self) -> None:
         self.groups.clear()
         self.num_live_groups = 0
+
+    def named(self, group: str, scope: str | None) -> list[str]:
+        """The remembered groups that a client calls `group`, of one scope or of all."""
+        scopes = self._scopes if scope is None else (scope,)
+        names = [scoped_name(scope, group) for scope in sorted(scopes)]
+        return [name for name in names if name in self.groups]
 
     def abort(self, name: str, now_ms: float) -> Group | None:
         """The group was aborted at `now_ms`, a time that all ranks were told."""

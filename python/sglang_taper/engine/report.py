@@ -8,6 +8,7 @@ import msgspec
 
 import sglang_taper
 from sglang_taper.engine.groups import Branch, Group
+from sglang_taper.engine.headers import id_in
 from sglang_taper.policy.admission import policy_names
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def describe_counters(controller: BranchController) -> dict[str, Any]:
 def describe_group(name: str, group: Group) -> dict[str, Any]:
     state = group.state
     return {
-        "group": name,
+        "group": id_in(name),
         "num_live_branches": group.num_live,
         "num_tokens": state.num_tokens,
         "ttft_ms": ttft_ms(state),
@@ -101,7 +102,7 @@ def describe_branch(branch: Branch, policy: str) -> dict[str, Any]:
     """`meta_info["taper"]` of a finished branch."""
     state, request = branch.state, branch.state.request
     return {
-        "group": branch.meta.group,
+        "group": None if branch.meta.group is None else id_in(branch.meta.group),
         "branch": branch.meta.branch,
         "width": branch.meta.width,
         "policy": policy,

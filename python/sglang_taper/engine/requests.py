@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,25 +20,22 @@ from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.headers import scope_of, slos_from_headers
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import (
     ARRIVED_KEY,
     CALLED_KEY,
     CUSTOM_PARAMS_KEY,
     MAX_DEPTH,
-    MAX_SLO_MS,
     MAX_WIDTH,
     META_INFO_KEY,
-    TPOT_HEADER,
-    TTFT_HEADER,
+    SCOPE_KEY,
     BranchMeta,
-    check_positive,
     parse_branch_meta,
     with_metadata,
 )
 
 META_FIELD = f"custom_params.{CUSTOM_PARAMS_KEY}"
-_SLO_HEADERS = {TTFT_HEADER: "ttft_slo_ms", TPOT_HEADER: "tpot_slo_ms"}
 
 
 class SiblingMeta(dict[str, Any]):
@@ -66,29 +63,15 @@ class SiblingMeta(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def slos_from_headers(headers: Mapping[str, str]) -> dict[str, float]:
-    """Metadata from the SLO headers, in ms; FieldError names the header."""
-    return {
-        key: check_positive(header, _number(headers[header]), MAX_SLO_MS)
-        for header, key in _SLO_HEADERS.items()
-        if header in headers
-    }
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def prepare(obj: GenerateReqInput, headers: Mapping[str, str] | None = None) -> None:
-    """Check the metadata of a request not yet normalised and add its headers' SLOs.
+    """Check the metadata of a request not yet normalised and add what its headers say:
+    SLOs, and whose it is (`obj.taper_scope`).
 
     `obj.sampling_params` is replaced by copies where there is metadata; what the
     caller passed stays as it was. Raises FieldError naming field, value and range.
     """
     slos = slos_from_headers(headers or {})
+    obj.taper_scope = scope_of(headers or {})  # type: ignore[attr-defined]
     given = obj.sampling_params
     if isinstance(given, list):
         obj.sampling_params = [
@@ -145,14 +128,28 @@ def assign_groups_hook(_: None, obj: GenerateReqInput) -> None:
     With `n>1` each prompt without a group gets one, and its siblings are one fork
     below it (`depth` + 1, `width` = n). The request has been through `prepare`.
     """
-    if obj.is_single:
-        return
+    if not obj.is_single:
+        _give_each_its_own(obj)
+    _name_owner(obj)
+
+
+def _give_each_its_own(obj: GenerateReqInput) -> None:
     num_samples = obj.parallel_sample_num
     if num_samples == 1:
         obj.sampling_params = [_unshared(params) for params in obj.sampling_params]
     else:
         prompts = obj.sampling_params[: obj.batch_size]
         obj.sampling_params = [_fork(p, num_samples) for p in prompts] * num_samples
+
+
+def _name_owner(obj: GenerateReqInput) -> None:
+    """Written into the metadata itself, which is ours by now: siblings share it."""
+    scope = getattr(obj, "taper_scope", "")
+    given = obj.sampling_params
+    for params in (given if isinstance(given, list) else [given]) if scope else ():
+        meta = (custom_params_of(params) or {}).get(CUSTOM_PARAMS_KEY) or {}
+        if "group" in meta:
+            meta[SCOPE_KEY] = scope
 
 
 def _unshared(params: Any) -> Any:
@@ -167,7 +164,7 @@ def _fork(params: Any, width: int) -> Any:
     if custom is None:
         return params
     meta = _meta_in(custom, META_FIELD)
-    group = meta.group or uuid.uuid4().hex
+    group = meta.group or secrets.token_hex(16)
     child = msgspec.structs.replace(
         meta, group=group, branch=0, width=width, depth=meta.depth + 1
     )

@@ -13,13 +13,14 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from sglang.srt.managers.communicator import FanOutCommunicator
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_taper.changes import updated_params
 from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.headers import scope_of
 from sglang_taper.engine.messages import TaperControlReq, TaperControlReqOutput
 from sglang_taper.errors import FieldError, HookError
 from sglang_taper.policy.types import PolicyParams
@@ -131,9 +132,10 @@ def _with_group_abort(stock: ASGIApp) -> ASGIApp:
     """SGLang's abort route, but a body with a `group` aborts (a part of) that group."""
 
     async def abort(scope: Scope, receive: Receive, send: Send) -> None:
-        body = await Request(scope, receive).body()
+        request = Request(scope, receive)
+        body = await request.body()
         if _names_group(body):
-            response = await _abort_group(orjson.loads(body))
+            response = await _abort_group(orjson.loads(body), _reach(request))
             await response(scope, receive, send)
         else:
             await stock(scope, _replayed(body, receive), send)
@@ -152,7 +154,18 @@ def _names_group(body: bytes) -> bool:
     )
 
 
-async def _abort_group(body: dict[str, Any]) -> Response:
+def _reach(request: Request) -> str | None:
+    """Whose groups this caller may abort, None: everybody's.
+
+    The operator reaches all: who has the admin key (where there is one, SGLang lets
+    nobody else in), or who comes to a server without keys and shows none.
+    """
+    if get_serving().admin_api_key:
+        return None
+    return scope_of(request.headers) or None
+
+
+async def _abort_group(body: dict[str, Any], scope: str | None) -> Response:
     """Abort a group, or the branch `parent` of it and all below that.
 
     200 also when there is no such group or branch.
@@ -163,8 +176,9 @@ async def _abort_group(body: dict[str, Any]) -> Response:
             raise FieldError("body.group", meta.group, "without rid and abort_all")
     except FieldError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    target = {"group": meta.group} | ({"parent": meta.parent} if meta.parent else {})
-    answers = await ask("abort_group", {**target, "now_ms": monotonic_ms()})
+    target = {"group": meta.group, "parent": meta.parent, "scope": scope}
+    given = {key: value for key, value in target.items() if value is not None}
+    answers = await ask("abort_group", {**given, "now_ms": monotonic_ms()})
     failed = any(answer.error for answer in answers)
     return _answer(answers) if failed else Response(status_code=HTTPStatus.OK)
 

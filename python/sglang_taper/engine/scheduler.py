@@ -227,13 +227,24 @@ class TaperScheduler(Scheduler):
             raise FieldError("action", action, "one of state, policy, abort_group")
 
     def _abort_group(
-        self, group: str, now_ms: float, parent: str | None = None
+        self,
+        group: str,
+        now_ms: float,
+        parent: str | None = None,
+        scope: str | None = None,
     ) -> None:
-        """Abort a group, or only `parent` and what descends from it."""
-        members = self.taper.abort_group(group, now_ms, parent)
+        """Abort a group, or only `parent` and what descends from it.
+
+        `scope`: whose group; None: of every caller who has one of that id.
+        """
+        for name in self.taper.groups.named(group, scope):
+            self._abort_named(name, now_ms, parent)
+
+    def _abort_named(self, name: str, now_ms: float, parent: str | None) -> None:
+        members = self.taper.abort_group(name, now_ms, parent)
         for req in self._taper_requests():
             branch = getattr(req, "taper", None)
-            if branch is None or branch.meta.group != group:
+            if branch is None or branch.meta.group != name:
                 continue
             if members is None or req.rid in members:
                 self.abort_request(AbortReq(rid=req.rid))

@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import BatchStrOutput, GenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.headers import name_in
 from sglang_taper.engine.requests import custom_params_of
 from sglang_taper.engine.token_memory import (
     FinishedBranch,
@@ -75,7 +76,7 @@ def _known_ids(manager: Any, obj: Any, meta: Mapping[str, Any]) -> list[int] | N
     if manager.tokenizer is None:
         return None
     branch = _memory_of(manager).recall(
-        meta["group"], obj.text, meta.get("parent"), monotonic_ms()
+        name_in(meta), obj.text, meta.get("parent"), monotonic_ms()
     )
     if branch is None:
         return None
@@ -120,4 +121,4 @@ def _remember(
         prompt_ids=prompt_ids,
         output_ids=array("q", [*state.output_ids, *(received.output_ids[index] or ())]),
     )
-    _memory_of(manager).remember(meta["group"], branch, monotonic_ms())
+    _memory_of(manager).remember(name_in(meta), branch, monotonic_ms())
