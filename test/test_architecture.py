@@ -28,7 +28,7 @@ ANYTHING = frozenset({"*"})
 PURE_LIBRARY = frozenset(
     {
         *("__future__", "bisect", "collections", "dataclasses", "enum", "functools"),
-        *("heapq", "itertools", "math", "operator", "re", "typing"),
+        *("heapq", "itertools", "math", "operator", "re", "reprlib", "typing"),
     }
 )
 

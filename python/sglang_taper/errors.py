@@ -9,6 +9,22 @@ TaperError
 └── ModelUnavailable      the embedded model can not be built or found
 """
 
+import reprlib
+
+MAX_SHOWN = 80
+# A field may be a key that a client made up.
+MAX_FIELD = 160
+
+# Not `repr`: a value from outside may be nested deeper than that can follow.
+_outline = reprlib.Repr()
+_outline.maxlevel = 5
+_outline.maxstring = _outline.maxother = MAX_SHOWN
+_outline.maxdict = _outline.maxlist = _outline.maxtuple = 16
+
+
+def _clipped(text: str, length: int = MAX_SHOWN) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
 
 class TaperError(Exception):
     """Base of every error this package raises on purpose."""
@@ -18,10 +34,8 @@ class FieldError(TaperError, ValueError):
     """A value from outside is wrong: names field, value and what is accepted."""
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}={shown} is not valid: {accepted}")
+        shown = f"{_clipped(field, MAX_FIELD)}={_clipped(_outline.repr(value))}"
+        super().__init__(f"{shown} is not valid: {accepted}")
         self.field, self.value, self.accepted = field, value, accepted
 
 
