@@ -72,7 +72,6 @@ def show(
     answer.raise_for_status()
 
 
-def flush(url: str, limits: Limits) -> None:
-    """Forget what was shown, where the server is idle."""
-    headers = limits.headers
+def flush(url: str, headers: dict[str, str]) -> None:
+    """Forget what was shown, where the server is idle and `headers` allow it."""
     requests.post(f"{url}/flush_cache", headers=headers, timeout=FLUSH_TIMEOUT_S)

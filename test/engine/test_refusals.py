@@ -27,6 +27,7 @@ ON = {
     "--attn-dp-size": {"attn_dp_size": 2},
     "--enable-mixed-chunk": {"enable_mixed_chunk": True},
     "--dllm-algorithm": {"dllm_algorithm": "LowConfidence"},
+    "--tokenizer-worker-num": {"tokenizer_worker_num": 2, "admin_api_key": "k"},
     "--speculative-algorithm": {"speculative_algorithm": "NGRAM"},
 }
 
@@ -50,6 +51,15 @@ def test_a_refusal_names_the_flag_and_the_way_out(flag: str) -> None:
 def test_attention_data_parallelism_is_seen_by_its_old_flag_too() -> None:
     args = SimpleNamespace(**{**vars(NOTHING_ON), "enable_dp_attention": True})
     assert [error.field for error in refused(args)] == ["--attn-dp-size"]
+
+
+def test_several_workers_are_refused_with_a_key_which_is_not_shown() -> None:
+    workers = {**vars(NOTHING_ON), "tokenizer_worker_num": 2}
+    (error,) = refused(SimpleNamespace(**workers, api_key="hidden"))
+    assert "hidden" not in str(error)
+    assert list(refused(SimpleNamespace(**workers))) == []
+    one = {**workers, "tokenizer_worker_num": 1}
+    assert list(refused(SimpleNamespace(**one, admin_api_key="k"))) == []
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON"])

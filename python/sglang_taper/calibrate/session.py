@@ -81,7 +81,7 @@ class Session:
         show(self.url, cell, STEPS_PER_CELL, self.limits, seed)
         wall_s = time.monotonic() - began
         steps = steps_of(cell, self.state()["recent_steps"], before)
-        flush(self.url, self.limits)
+        flush(self.url, self._headers)
         return CellSteps(cell, wall_s, steps)
 
 

@@ -78,13 +78,22 @@ def _limits() -> Limits:
     from sglang.srt.runtime_context import get_schedule, get_serving
 
     state = get_global_state()
-    key = get_serving().api_key
     return Limits(
         max_rows=get_schedule().max_running_requests or 64,
         max_tokens=int(state.scheduler_info["max_total_num_tokens"]),
         vocab_size=int(state.tokenizer_manager.model_config.vocab_size),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=_bearer(get_serving().api_key),
     )
+
+
+def _admin_headers() -> dict[str, str]:
+    from sglang.srt.runtime_context import get_serving
+
+    return _bearer(get_serving().admin_api_key or get_serving().api_key)
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def calibrate(url: str, limits: Limits) -> int:
@@ -100,7 +109,7 @@ def calibrate(url: str, limits: Limits) -> int:
             break
         show(url, cell, STEPS_PER_CELL, limits)
         shown += 1
-    flush(url, limits)
+    flush(url, _admin_headers())
     logger.info("Calibrated the step-latency model on %d batches", shown)
     return shown
 

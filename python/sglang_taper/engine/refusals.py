@@ -65,6 +65,14 @@ REFUSALS = (
         "none: diffusion models do not decode one token per step",
     ),
     Refusal(
+        "--tokenizer-worker-num",
+        lambda args: bool(
+            (getattr(args, "api_key", None) or getattr(args, "admin_api_key", None))
+            and _more_than_one("tokenizer_worker_num")(args)
+        ),
+        "1 with --api-key or --admin-api-key: several workers of SGLang check no key",
+    ),
+    Refusal(
         "--speculative-algorithm",
         _value("speculative_algorithm", None),
         "none: a step then yields a varying number of tokens per row, which the "
