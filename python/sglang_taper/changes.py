@@ -12,9 +12,9 @@ import msgspec
 
 from sglang_taper.config import NO_POLICY, TaperConfig, checked
 from sglang_taper.errors import FieldError
-from sglang_taper.policy.admission import make_policy
+from sglang_taper.policy.admission import make_policy, policy_names
 from sglang_taper.policy.types import PolicyParams
-from sglang_taper.ranges import word_or_number
+from sglang_taper.ranges import Range, WordsOrRange, word_or_number
 
 # Parameter of a running policy -> the setting that gives its first value.
 _PARAM_SETTINGS = {
@@ -47,6 +47,40 @@ def updated_params(params: PolicyParams, changes: Mapping[str, object]) -> Polic
         raise FieldError("changes", dict(changes), f"at least one of {known}")
     accepted = {name: _checked_param(name, value) for name, value in changes.items()}
     return msgspec.structs.replace(params, **accepted)
+
+
+def schema_of_changes() -> dict[str, Any]:
+    """What `updated_params` accepts, as JSON schema."""
+    properties = {
+        name: _schema_of(TaperConfig.__dataclass_fields__[setting])
+        for name, setting in _PARAM_SETTINGS.items()
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "minProperties": 1,
+    }
+
+
+def _schema_of(f: Any) -> dict[str, Any]:
+    accepted = f.metadata["accepted"]
+    words = policy_names() if f.name == "branch_policy" else accepted
+    if isinstance(words, WordsOrRange):
+        kinds = [{"enum": list(words.words)}, _schema_of_range(words.numbers, "number")]
+    elif isinstance(words, Range):
+        whole = f.metadata["kind"] is int
+        kinds = [_schema_of_range(words, "integer" if whole else "number")]
+    else:
+        kinds = [{"enum": list(words)}]
+    if f.default is None:
+        kinds.append({"type": "null"})
+    return {"description": f.metadata["help"], "anyOf": kinds}
+
+
+def _schema_of_range(numbers: Range, type_name: str) -> dict[str, Any]:
+    low = "minimum" if numbers.include_low else "exclusiveMinimum"
+    return {"type": type_name, low: numbers.low, "maximum": numbers.high}
 
 
 def parse_policy(text: str) -> dict[str, object]:

@@ -18,7 +18,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_taper.changes import updated_params
+from sglang_taper.changes import schema_of_changes, updated_params
 from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.engine.headers import scope_of
 from sglang_taper.engine.messages import TaperControlReq, TaperControlReqOutput
@@ -56,11 +56,21 @@ def install_routes(app: FastAPI) -> None:
         return
     app.state.taper_routes = True
     app.add_api_route("/taper/state", get_state, methods=["GET"])
-    app.add_api_route("/taper/policy", set_policy, methods=["POST"])
+    app.add_api_route("/taper/policy", set_policy, methods=["POST"], **_policy_docs())
     abort = next((r for r in app.router.routes if _path(r) == ABORT_PATH), None)
     if abort is None:
         raise HookError(f"SGLang's server has no route {ABORT_PATH}")
     abort.app = _with_group_abort(abort.app)  # type: ignore[attr-defined]
+
+
+def _policy_docs() -> dict[str, Any]:
+    """What FastAPI cannot see in `set_policy`, which reads its body itself."""
+    content = {"application/json": {"schema": schema_of_changes()}}
+    refused = {HTTPStatus.BAD_REQUEST: "not acceptable", HTTPStatus.CONFLICT: "refused"}
+    return {
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "responses": {code: {"description": why} for code, why in refused.items()},
+    }
 
 
 def _path(route: object) -> str | None:
