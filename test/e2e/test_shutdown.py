@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +26,14 @@ PLAIN = "sglang.launch_server"
 
 
 @contextlib.contextmanager
-def busy_server(module: str) -> Iterator[tuple[Server, list[Future[Any]]]]:
+def busy_server(
+    module: str, folder: Path
+) -> Iterator[tuple[Server, list[Future[Any]]]]:
     """Under `off` one branch of each fork decodes and five are deferred."""
-    flags = (*EXACT, "--branch-policy", "off")
+    # In place of a calibration, which takes time.
+    profile = folder / "profile.json"
+    profile.write_text('{"a_ms": 50, "b_ms_per_row": 10, "c_ms_per_token": 0.01}')
+    flags = (*EXACT, "--branch-policy", "off", "--latency-profile", str(profile))
     with (
         running_server(*flags, module=module) as server,
         ThreadPoolExecutor(2) as pool,
@@ -59,9 +65,9 @@ def end_of(server: Server, seconds: float) -> int:
 
 @pytest.mark.parametrize("module", [OURS, PLAIN])
 def test_sigterm_lets_all_branches_end_those_that_are_deferred_too(
-    module: str,
+    module: str, tmp_path: Path
 ) -> None:
-    with busy_server(module) as (server, running):
+    with busy_server(module, tmp_path) as (server, running):
         os.kill(server.process.pid, signal.SIGTERM)
         wait_for(lambda: http.get(server.url + "/health").status_code == 503, 10)
         for answers in (future.result(DRAIN_S) for future in running):
@@ -74,8 +80,8 @@ def test_sigterm_lets_all_branches_end_those_that_are_deferred_too(
         assert "Traceback" not in server.text_of_log()
 
 
-def test_a_killed_scheduler_is_noticed_and_told_within_seconds() -> None:
-    with busy_server(OURS) as (server, running):
+def test_a_killed_scheduler_is_noticed_and_told_within_seconds(tmp_path: Path) -> None:
+    with busy_server(OURS, tmp_path) as (server, running):
         (scheduler,) = [
             pid
             for pid, name in session_members(server.process.pid).items()
