@@ -32,6 +32,7 @@ def bad_values(name: str) -> Iterator[Any]:
         yield None
     for kind in kinds:
         if "maximum" in kind:
+            yield str(kind["maximum"])
             yield kind["maximum"] + 1
             yield kind["minimum"] - 1 if "minimum" in kind else kind["exclusiveMinimum"]
         if kind.get("type") == "integer":

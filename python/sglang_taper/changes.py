@@ -110,6 +110,12 @@ def _checked_param(name: str, value: object) -> object:
     types, shown = _JSON_TYPES[f.metadata["kind"]]
     if isinstance(value, bool) or not isinstance(value, types):
         raise FieldError(name, value, shown or str(f.metadata["accepted"]))
+    words = f.metadata["accepted"]
+    if isinstance(words, WordsOrRange) and isinstance(value, str):
+        # A number in quotes is fine on a command line, which has nothing else.
+        if value not in words:
+            raise FieldError(name, value, str(words))
+        return value
     if value == NO_POLICY and name == "policy":
         reason = "engine hooks exist only from start-up on; use off or eager"
         raise FieldError(name, value, reason)

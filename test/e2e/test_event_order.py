@@ -90,8 +90,9 @@ class Client:
         expected = self.expected[len(body["input_ids"])]
         if reason_of(answer) == "abort":
             assert body["rid"] in self.touched
-            expected = expected[: len(answer["output_ids"])]
-        assert answer["output_ids"] == expected
+            # What was aborted in the queue has no ids at all.
+            expected = expected[: len(answer.get("output_ids", ()))]
+        assert list(answer.get("output_ids", ())) == expected
 
     def close(self, slot: int) -> None:
         if slot in self.streams:
