@@ -1,14 +1,14 @@
 """Shared-prefix attention on the CPU against SGLang's `torch_native`, side by side.
 
     python benchmark/shared_prefix_cpu.py [--threads N] [--repeat N] [--no-server]
-                                          [--json FILE]
+                                          [--attention native|torch] [--json FILE]
 
 Attention of one layer in the shape of SmolLM2-135M (9 query heads, 3 KV heads, 64
 dimensions), random values in a pool of consecutive slots or of scattered ones:
 
 - `decode`: rows over one shared prefix, or over contexts of their own. "unshared" is
   our own code with the segments taken out, so unshared / ours is what sharing itself
-  gives, and stock / unshared what packing query heads and gathering better give;
+  gives, and stock / unshared what packing query heads and a kernel of our own give;
 - `prefill`: new tokens behind a cached prefix.
 
 The forms take turns; each figure is the fastest of `--repeat` calls, with one thread in
@@ -32,9 +32,8 @@ from branch_step import PREFIX, PROMPT, WIDTH, compare_servers
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
+from sglang_taper.engine.attention.cpu_ops import CpuOps, choose_ops
 from sglang_taper.ops.segments import Segment, StepLayout
-from sglang_taper.ops.torch_decode import decode, make_plan
-from sglang_taper.ops.torch_extend import extend, make_extend_plan
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 SCALE = DIM**-0.5
@@ -115,8 +114,13 @@ def make_pool(
 
 
 def measure_decode(
-    case: tuple[int, int, int], dtype: torch.dtype, scattered: bool, repeat: int
+    ops: CpuOps,
+    case: tuple[int, int, int],
+    dtype: torch.dtype,
+    scattered: bool,
+    repeat: int,
 ) -> Figure:
+    make_plan, decode = ops.decode.make_plan, ops.decode.decode
     num_rows, shared, own = case
     pool = make_pool(*case, dtype, scattered)
     q, rows = pool.values(num_rows), torch.arange(num_rows)
@@ -147,13 +151,13 @@ def measure_decode(
 
 
 def measure_prefill(
-    case: tuple[int, int], dtype: torch.dtype, scattered: bool, repeat: int
+    ops: CpuOps, case: tuple[int, int], dtype: torch.dtype, repeat: int
 ) -> Figure:
-    cached, new = case
-    pool = make_pool(1, 0, cached + new, dtype, scattered)
+    extend, (cached, new) = ops.extend.extend, case
+    pool = make_pool(1, 0, cached + new, dtype, scattered=False)
     q, row = pool.values(new), torch.zeros(1, dtype=torch.long)
     out, lens = torch.empty_like(q), [torch.tensor([n]) for n in (cached + new, *case)]
-    plan = make_extend_plan(pool.table, row, [cached], [new])
+    plan = ops.extend.make_extend_plan(pool.table, row, [cached], [new])
     stock_ms, ours_ms = fastest_ms(
         [
             lambda: _stock_extend(
@@ -169,7 +173,7 @@ def measure_prefill(
     ours = extend(plan, q, pool.k, pool.v, SCALE)
     torch.testing.assert_close(ours, out, atol=2e-2, rtol=2e-2)
     what = f"prefill, {new} tokens after {cached}"
-    return Figure(what, name_of(dtype), kind_of(scattered), stock_ms, None, ours_ms)
+    return Figure(what, name_of(dtype), kind_of(False), stock_ms, None, ours_ms)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -180,13 +184,13 @@ def kind_of(scattered: bool) -> str:
     return "scattered" if scattered else "consecutive"
 
 
-def measure_layer(repeat: int) -> list[Figure]:
+def measure_layer(ops: CpuOps, repeat: int) -> list[Figure]:
     figures = []
     for dtype in (torch.bfloat16, torch.float32):
         for scattered in (False, True):
             for rows in DECODES:
-                figures.append(measure_decode(rows, dtype, scattered, repeat))
-        figures += [measure_prefill(c, dtype, False, repeat) for c in PREFILLS]
+                figures.append(measure_decode(ops, rows, dtype, scattered, repeat))
+        figures += [measure_prefill(ops, c, dtype, repeat) for c in PREFILLS]
     return figures
 
 
@@ -216,6 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=20, help="calls of each form")
+    parser.add_argument("--attention", default="auto", choices=("native", "torch"))
     parser.add_argument("--rounds", type=int, default=3, help="rounds on the servers")
     parser.add_argument("--no-server", action="store_true")
     parser.add_argument("--model-path", default="smollm2")
@@ -227,14 +232,16 @@ def main() -> int:
     args = parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    figures = measure_layer(args.repeat)
+    ops = choose_ops(args.attention)
+    figures = measure_layer(ops, args.repeat)
     if not args.no_server:
         for dtype in ("bfloat16", "float32"):
             figures += measure_servers(args.model_path, dtype, args.rounds)
-    print(f"{args.threads} threads, torch {torch.__version__}\n")
+    print(f"{ops.name}, {args.threads} threads, torch {torch.__version__}\n")
     print(markdown_table(figures))
     if args.json:
-        facts = {"threads": args.threads, "figures": [f._asdict() for f in figures]}
+        facts = {"attention": ops.name, "threads": args.threads}
+        facts |= {"figures": [f._asdict() for f in figures]}
         Path(args.json).write_text(json.dumps(facts, indent=1))
     return 0
 

@@ -1,4 +1,4 @@
-"""Device code behind `sglang_taper.ops`: Triton kernels and nothing else.
+"""Kernels behind `sglang_taper.ops`: Triton here, C for the CPU in `cpu/`.
 
 The sources live in the repository's `kernels/`; `python/sglang_taper/kernels` is a
 link to it, so a wheel, an editable install and a source tree on the path all find them

@@ -15,6 +15,7 @@ import sglang_taper
 from sglang_taper.engine import compat
 from sglang_taper.engine.hooks import HOOKS, Hook, Kind, hook
 from sglang_taper.errors import HookError
+from sglang_taper.ops.native_library import SOURCE
 
 REPOSITORY = Path(__file__).parents[1]
 ROOT = REPOSITORY / "python" / "sglang_taper"
@@ -132,12 +133,14 @@ def exists_in_sglang(target: str) -> bool:
     return True
 
 
-def test_the_package_ships_its_types_and_fingerprints() -> None:
+def test_the_package_ships_its_types_fingerprints_and_c_source() -> None:
     assert (ROOT / "py.typed").exists()
     assert (ROOT / "engine" / "fingerprints.json").exists()
+    assert SOURCE.is_relative_to(ROOT)
+    assert SOURCE.exists()
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
     shipped = settings["setuptools"]["package-data"]["sglang_taper"]
-    assert {"py.typed", "engine/*.json"} <= set(shipped)
+    assert {"py.typed", "engine/*.json", "kernels/cpu/*.c"} <= set(shipped)
 
 
 def test_the_licence_is_apache_2_and_ours() -> None:

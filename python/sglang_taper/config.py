@@ -24,7 +24,7 @@ ENV_PREFIX = "SGLANG_TAPER_"
 NO_POLICY = "none"
 DEADLINES = ("schedule", "progress")
 UTILITIES = ("linear", "concave", "priority", "age", "need", "finishing")
-ATTENTIONS = ("auto", "off", "torch", "triton", "flashinfer")
+ATTENTIONS = ("auto", "off", "native", "torch", "triton", "flashinfer")
 
 
 def _setting(
@@ -91,10 +91,11 @@ class TaperConfig:
     )
     shared_prefix_attention: str = _setting(
         "auto",
-        "Attention that reads a shared prefix once per group: torch (CPU), triton or "
-        "flashinfer (CUDA, with SGLang's flashinfer backend for decode), auto (torch "
-        "on the CPU; on CUDA flashinfer in the steps where --attention-profile says "
-        "that it pays) or off (SGLang's own).",
+        "Attention that reads a shared prefix once per group: native (CPU, our C "
+        "kernel, compiled at the first start), torch (CPU, PyTorch), triton or "
+        "flashinfer (CUDA, with SGLang's flashinfer backend for decode), auto (on the "
+        "CPU native, or torch where it can not be compiled; on CUDA flashinfer in the "
+        "steps where --attention-profile says that it pays) or off (SGLang's own).",
         ATTENTIONS,
     )
     attention_profile: str | None = _setting(

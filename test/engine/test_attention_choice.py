@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_taper.config import TaperConfig
 from sglang_taper.engine.attention.choice import refused_attention
+from sglang_taper.engine.attention.cpu_ops import NATIVE, TORCH, choose_ops
 from sglang_taper.engine.attention.use import check_wish
 from sglang_taper.errors import UnsupportedMode
+from sglang_taper.ops.native_library import find_library
 
 ON_CUDA = {
     "device": "cuda",
@@ -22,6 +26,15 @@ ON_CUDA = {
     "enable_two_batch_overlap": False,
     "enable_unified_memory": False,
 }
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The reason that is then given."""
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    find_library.cache_clear()
+    yield "no C compiler: /nowhere/cc not found"
+    find_library.cache_clear()
 
 
 def reasons(wanted: str, policy: str = "taper", **args: Any) -> list[str]:
@@ -37,9 +50,36 @@ def test_auto_and_off_can_always_be_had(wanted: str, device: str) -> None:
     assert reasons(wanted, "none", device=device) == []
 
 
-def test_torch_can_be_had_on_the_cpu_with_torch_native() -> None:
-    assert reasons("torch") == []
-    assert reasons("torch", decode_attention_backend="torch_native") == []
+@pytest.mark.parametrize("wanted", ["native", "torch"])
+def test_both_ways_on_the_cpu_can_be_had_with_torch_native(wanted: str) -> None:
+    assert reasons(wanted) == []
+    assert reasons(wanted, decode_attention_backend="torch_native") == []
+
+
+def test_native_is_refused_where_it_can_not_be_compiled(no_compiler: str) -> None:
+    (reason,) = reasons("native")
+    assert f"auto, torch or off on this machine: {no_compiler}" in reason
+    assert reasons("auto") == reasons("torch") == []
+
+
+def test_torch_stands_in_where_native_can_not_be_compiled_and_says_so(
+    no_compiler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = choose_ops("auto", torch.float32)
+    assert (chosen.name, chosen.why_not_native) == ("torch", no_compiler)
+    (record,) = caplog.records
+    assert no_compiler in record.getMessage()
+
+
+def test_torch_stands_in_for_types_that_the_kernel_does_not_read() -> None:
+    assert choose_ops("auto", torch.float32, torch.bfloat16) is NATIVE
+    chosen = choose_ops("auto", torch.bfloat16, torch.float8_e5m2)
+    assert chosen.why_not_native == "the type bfloat16, float8_e5m2"
+
+
+def test_torch_can_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_ops("torch", torch.float32) is TORCH
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("wanted", ["triton", "flashinfer"])

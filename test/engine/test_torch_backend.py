@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_taper.config import env_of
 from sglang_taper.engine.attention.torch_backend import SharedPrefixTorchBackend
 from sglang_taper.engine.attention.use import describe_attention, shared_prefix_backend
 
@@ -32,9 +33,10 @@ class Pool:
         return self.kv[1]
 
 
-@pytest.fixture
-def runner() -> Any:
+@pytest.fixture(params=["native", "torch"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rows 1, 4, 2 share their first 700 slots; row 3 is alone."""
+    monkeypatch.setenv(env_of("shared_prefix_attention"), request.param)
     torch.manual_seed(0)
     table = torch.randperm(8 * 800, dtype=torch.int32).view(8, 800)
     for row in (4, 2):
@@ -42,6 +44,7 @@ def runner() -> Any:
     return SimpleNamespace(
         device="cpu",
         dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=Pool(8 * 800),
     )
@@ -121,12 +124,15 @@ def test_outputs_equal_those_of_stock(runner: Any, mode: ForwardMode) -> None:
     assert backend.attention_counters.fallbacks == {}
 
 
-def test_a_prefix_is_read_once_for_the_rows_of_its_group(runner: Any) -> None:
+def test_a_prefix_is_read_once_for_the_rows_of_its_group(
+    runner: Any, request: pytest.FixtureRequest
+) -> None:
     backend, batch = SharedPrefixTorchBackend(runner), make_batch(ForwardMode.DECODE)
     backend.step_prefixes.announce(make_reqs(batch))
     backend.init_forward_metadata(batch)
     state = describe_attention(backend)
-    assert state["backend"] == "torch"
+    assert state["backend"] == request.node.callspec.params["runner"]
+    assert "why_not_native" not in state
     assert (state["num_shared_steps"], state["num_shared_rows"]) == (1, 3)
     assert state["num_saved_tokens"] == 2 * PREFIX
     assert state["num_kv_tokens"] == sum(LENS)
@@ -193,3 +199,13 @@ def test_the_scheduler_finds_the_backend_that_decodes(runner: Any) -> None:
     stock = SimpleNamespace(attn_backend=Stock(runner))
     assert shared_prefix_backend(stock) is None
     assert describe_attention(None) == {"backend": "stock"}
+
+
+def test_the_state_says_why_the_kernel_does_not_serve(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_of("shared_prefix_attention"), "auto")
+    runner.kv_cache_dtype = torch.float64
+    state = describe_attention(SharedPrefixTorchBackend(runner))
+    assert state["backend"] == "torch"
+    assert state["why_not_native"] == "the type float32, float64"

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang_taper.config import TaperConfig, flag_of
+from sglang_taper.engine.attention.cpu_ops import why_not_native
 from sglang_taper.errors import UnsupportedMode
 
 FLAG = flag_of("shared_prefix_attention")
@@ -67,7 +68,7 @@ def refused_attention(
     elif wanted in NEEDS_CUDA:
         reason = _why_not_on_gpu(server_args)
     else:
-        reason = _why_not_torch(server_args)
+        reason = _why_not_on_cpu(wanted, server_args)
     if reason is not None:
         yield UnsupportedMode(FLAG, wanted, reason)
 
@@ -75,7 +76,7 @@ def refused_attention(
 def _why_not_on_gpu(server_args: Any) -> str | None:
     device = server_args.device
     if device != "cuda":
-        return f"auto, off or torch on the device {device}: it needs CUDA"
+        return f"auto, off, native or torch on the device {device}: it needs CUDA"
     backend = server_args.decode_attention_backend or server_args.attention_backend
     if backend != "flashinfer":
         return (
@@ -88,13 +89,14 @@ def _why_not_on_gpu(server_args: Any) -> str | None:
     return None
 
 
-def _why_not_torch(server_args: Any) -> str | None:
+def _why_not_on_cpu(wanted: str, server_args: Any) -> str | None:
     device = server_args.device
     if device != "cpu":
-        return f"auto or off on the device {device}: torch runs on the CPU"
+        return f"auto or off on the device {device}: {wanted} runs on the CPU"
     for flag in ("attention", "decode_attention", "prefill_attention"):
         backend = getattr(server_args, f"{flag}_backend", None)
         if backend not in (None, "torch_native"):
             name = f"--{flag.replace('_', '-')}-backend"
-            return f"auto or off with {name} {backend}: torch extends torch_native"
-    return None
+            return f"auto or off with {name} {backend}: {wanted} extends torch_native"
+    missing = why_not_native() if wanted == "native" else None
+    return f"auto, torch or off on this machine: {missing}" if missing else None

@@ -15,19 +15,16 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from sglang_taper.config import load
 from sglang_taper.engine.attention.counting import AttentionCounters
+from sglang_taper.engine.attention.cpu_ops import choose_ops
 from sglang_taper.engine.attention.prefixes import Member, StepPrefixes
 from sglang_taper.ops.segments import Segment, StepLayout
-from sglang_taper.ops.torch_decode import TorchPlan, decode, make_plan
-from sglang_taper.ops.torch_extend import TorchExtendPlan, extend, make_extend_plan
-
-Plan = TorchPlan | TorchExtendPlan
 
 
 class SharedPrefixTorchBackend(TorchNativeAttnBackend):
     """One per model runner. On another device than the CPU it does what SGLang does."""
 
-    shared_prefix_attention = "torch"
     # SGLang's memory is the host's, and whatever is shared is read once
     may_share, waits_for_slots = True, False
 
@@ -36,6 +33,11 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         self.step_prefixes = StepPrefixes()
         self.attention_counters = AttentionCounters()
         self._dtype: torch.dtype = model_runner.dtype
+        dtypes = (self._dtype, model_runner.kv_cache_dtype)
+        self._ops = choose_ops(load().shared_prefix_attention, *dtypes)
+        self.shared_prefix_attention = self._ops.name
+        self.why_not_native = self._ops.why_not_native
+        self._is_decode = False  # the pass that is planned
         self._rows: Any = None  # `req_pool_indices` of the pass that is planned
         self._fallbacks: set[str] = set()  # reasons in this pass
 
@@ -46,8 +48,9 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         self._fallbacks.clear()
         self.forward_metadata = self._plan(forward_batch)
 
-    def _plan(self, forward_batch: Any) -> Plan | None:
+    def _plan(self, forward_batch: Any) -> Any:
         mode = forward_batch.forward_mode
+        self._is_decode = mode.is_decode()
         if str(self.device) != "cpu":
             self._fall_back("device")
         elif forward_batch.encoder_lens is not None:
@@ -60,22 +63,22 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
             self._fall_back("forward mode")
         return None
 
-    def _plan_extend(self, forward_batch: Any) -> TorchExtendPlan:
-        return make_extend_plan(
+    def _plan_extend(self, forward_batch: Any) -> Any:
+        return self._ops.extend.make_extend_plan(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.extend_prefix_lens_cpu,
             forward_batch.extend_seq_lens_cpu,
         )
 
-    def _plan_decode(self, forward_batch: Any) -> TorchPlan:
+    def _plan_decode(self, forward_batch: Any) -> Any:
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens.tolist()
         segments = self.step_prefixes.segments(
             rows.tolist(), seq_lens, self._read_slots
         )
         layout = StepLayout(tuple(segments), tuple(seq_lens))
         table: torch.Tensor = self.req_to_token_pool.req_to_token
-        plan = make_plan(layout, table, rows, self._dtype)
+        plan = self._ops.decode.make_plan(layout, table, rows, self._dtype)
         counters = self.attention_counters
         counters.decode_step(seq_lens, segments, plan.num_saved_tokens)
         return plan
@@ -114,11 +117,11 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         pools = (k_cache, v_cache)
-        plan = self._plan_for(TorchPlan, args, kwargs)
+        plan = self._plan_for(True, args, kwargs)
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_decode
             return compute(query, output, *pools, *args, **kwargs)
-        out, _ = decode(plan, query, *pools, _scale(kwargs, query))
+        out, _ = self._ops.decode.decode(plan, query, *pools, _scale(kwargs, query))
         return output.copy_(out)
 
     def _run_sdpa_forward_extend(
@@ -131,17 +134,18 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         pools = (k_cache, v_cache)
-        plan = self._plan_for(TorchExtendPlan, args, kwargs)
+        plan = self._plan_for(False, args, kwargs)
         if plan is not None and not kwargs["causal"]:
             self._fall_back("not causal")
             plan = None
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_extend
             return compute(query, output, *pools, *args, **kwargs)
-        return output.copy_(extend(plan, query, *pools, _scale(kwargs, query)))
+        out = self._ops.extend.extend(plan, query, *pools, _scale(kwargs, query))
+        return output.copy_(out)
 
     def _plan_for(
-        self, kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, is_decode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The plan of this pass if it serves this layer; `args` as SGLang passes them,
         after the pools: the request table, the rows, their lengths."""
@@ -149,7 +153,7 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         if plan is None:
             return None
         reason = None
-        if not isinstance(plan, kind) or args[1] is not self._rows:
+        if is_decode != self._is_decode or args[1] is not self._rows:
             reason = "not planned"
         elif kwargs["is_cross_attn"]:
             reason = "cross attention"

@@ -91,5 +91,8 @@ def describe_attention(backend: Any | None) -> dict[str, Any]:
     """The attention in use, by the name its flag has, and its totals."""
     if backend is None:
         return {"backend": "stock"}
-    totals = msgspec.structs.asdict(backend.attention_counters)
-    return {"backend": backend.shared_prefix_attention, **totals}
+    described = {"backend": backend.shared_prefix_attention}
+    reason = getattr(backend, "why_not_native", None)
+    if reason is not None:
+        described["why_not_native"] = reason
+    return described | msgspec.structs.asdict(backend.attention_counters)
