@@ -112,3 +112,15 @@ def test_what_the_user_says_about_memory_is_kept(model_dir: str) -> None:
 def test_another_attention_backend_of_the_user_is_kept(model_dir: str) -> None:
     args = _resolve(model_path=model_dir, attention_backend="flex_attention")
     assert args.attention_backend == "flex_attention"
+
+
+def test_pytorchs_profiler_can_be_asked_for() -> None:
+    ours = TaperCpuPlatform()
+    activity = getattr(
+        torch.profiler.ProfilerActivity, ours.get_torch_profiler_activity_str()
+    )
+    assert (
+        activity
+        == ours.get_torch_profiler_activity()
+        == torch.profiler.ProfilerActivity.CPU
+    )

@@ -1,7 +1,7 @@
 """Attention that reads a shared prefix once says what stock attention says.
 
-In float32 on the CPU, where SGLang's own attention is `torch_native`. Three servers:
-ours with pages of 1, ours with pages of 16, and ours with sharing off.
+In float32 on the CPU, where SGLang's own attention is `torch_native`. Three servers of
+ours: with the C kernel, with PyTorch's operators and pages of 16, and with sharing off.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from forking import (
     STRICT,
     Answer,
@@ -25,6 +26,7 @@ from forking import (
 from workload import STORY, logprobs, mixed_requests, outputs, run_all
 
 from server import EXACT, Server, running_server
+from sglang_taper.engine.attention.cpu_ops import why_not_native
 
 FAN_OUT, PREFIX = 8, 700
 PROMPTS = (
@@ -38,7 +40,8 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def pages_of_16() -> Iterator[Server]:
-    with running_server(*EXACT, "--page-size", "16", env=STRICT) as server:
+    flags = ("--page-size", "16", "--shared-prefix-attention", "torch")
+    with running_server(*EXACT, *flags, env=STRICT) as server:
         yield server
 
 
@@ -118,6 +121,18 @@ def stock(stock_server: Server) -> dict[str, Any]:
         "alias": stock_server.generate(fork(own=0)),
         "nested": stock_server.generate(nested()),
     }
+
+
+def test_the_kernel_serves_unless_pytorch_is_asked_for(
+    taper_server: Server, pages_of_16: Server
+) -> None:
+    missing = why_not_native(torch.float32)
+    used = attention(taper_server)
+    assert used["backend"] == ("torch" if missing else "native")
+    assert used.get("why_not_native") == missing
+    asked_for = attention(pages_of_16)
+    assert asked_for["backend"] == "torch"
+    assert "why_not_native" not in asked_for
 
 
 def test_greedy_text_and_logprobs_equal_stock(

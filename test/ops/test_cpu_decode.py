@@ -257,6 +257,20 @@ def test_queries_and_pools_need_not_be_dense(
     check(cpu, step._replace(q=columns))
 
 
+@each
+def test_results_are_written_where_they_are_wanted(
+    dtype: torch.dtype, cpu: Implementation
+) -> None:
+    step = make_step(group_layout((3, 200), (1, 0), private=9), dtype=dtype)
+    plan, inputs = step.planned(cpu.make_plan), (step.q, step.k_pool, step.v_pool, 0.1)
+    # heads beside others, as a slice of a wider tensor has them
+    wide = torch.zeros(len(step.q), 2 * step.q.shape[1], step.q.shape[2], dtype=dtype)
+    out, _ = cpu.decode(plan, *inputs, out=wide[:, ::2])
+    assert torch.equal(wide[:, ::2], cpu.decode(plan, *inputs)[0])
+    assert out.data_ptr() == wide.data_ptr()
+    assert not wide[:, 1::2].any()
+
+
 @DTYPES
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_the_kernel_gives_the_same_bits_every_time(

@@ -28,14 +28,16 @@ def decode(
     v_pool: Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per row over the slots of its row.
 
     q `[B, Hq, D]`, pools `[S, Hkv, D]` and `[S, Hkv, Dv]`, both of one type; types are
-    float32, bfloat16 or float16. Returns out `[B, Hq, Dv]` in q's dtype and natural
-    log-sum-exp `[B, Hq]` in float32; a padding row has 0 and minus infinity.
+    float32, bfloat16 or float16. Returns out `[B, Hq, Dv]` in q's dtype, written to
+    `out` if given, and natural log-sum-exp `[B, Hq]` in float32; a padding row has 0
+    and minus infinity.
     """
-    out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[2])
+    out = _room(q, v_pool) if out is None else out
     lse = torch.empty(q.shape[:2])
     attend_into(out, lse, plan, q, (k_pool, v_pool), scale, soft_cap)
     return out, lse
@@ -48,14 +50,20 @@ def extend(
     v_pool: Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their row: out `[T, Hq, Dv]` in q's dtype.
 
-    q `[T, Hq, D]`, row after row; pools as `decode`, the new keys in them already.
+    q `[T, Hq, D]`, row after row; pools and `out` as `decode`, the new keys in the
+    pools already.
     """
-    out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[2])
+    out = _room(q, v_pool) if out is None else out
     attend_into(out, None, plan, q, (k_pool, v_pool), scale, soft_cap)
     return out
+
+
+def _room(q: Tensor, v_pool: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v_pool.shape[2])
 
 
 def attend_into(

@@ -23,23 +23,27 @@ def decode(
     v_pool: Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per row over the slots of its row.
 
     q `[B, Hq, D]` of the plan's dtype, pools `[S, Hkv, D]` and `[S, Hkv, Dv]` of any
-    (keys are read in q's). Returns out `[B, Hq, Dv]` in q's dtype and natural
-    log-sum-exp `[B, Hq]` in float32; a padding row has 0 and minus infinity.
+    (keys are read in q's). Returns out `[B, Hq, Dv]` in q's dtype, written to `out` if
+    given, and natural log-sum-exp `[B, Hq]` in float32; a padding row has 0 and minus
+    infinity.
     """
-    out, lse = _workspace(plan, q.shape[1], v_pool.shape[2])
+    results, lse = _workspace(plan, q.shape[1], v_pool.shape[2])
     for part in plan.parts:
         attend_part = _attend_shared if part.bias is None else _attend_private
         part_out, part_lse = attend_part(part, q, k_pool, v_pool, scale, soft_cap)
-        out.index_copy_(0, part.positions, part_out.float())
+        results.index_copy_(0, part.positions, part_out.float())
         lse.index_copy_(0, part.positions, part_lse)
     states = (plan.num_states, plan.num_rows)
-    merged, total = merge_states(out.unflatten(0, states), lse.unflatten(0, states))
+    merged, total = merge_states(results.unflatten(0, states), lse.unflatten(0, states))
     # a copy: with one state the workspace itself comes back
-    return merged.to(q.dtype, copy=True), total.clone()
+    if out is None:
+        out = torch.empty_like(merged, dtype=q.dtype)
+    return out.copy_(merged), total.clone()
 
 
 def _workspace(plan: TorchPlan, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -71,13 +71,15 @@ def extend(
     v_pool: Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their row: out `[T, Hq, Dv]` in q's dtype.
 
     q `[T, Hq, D]`, row after row; pools `[S, Hkv, D]` and `[S, Hkv, Dv]`, the new keys
-    in them already.
+    in them already. Written to `out` if given.
     """
-    out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[2])
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[2])
     for row in plan.rows:
         dtype = _compute_dtype(q.dtype, row.num_new)
         keys, values = (

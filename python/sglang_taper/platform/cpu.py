@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
 
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
 
@@ -24,6 +27,16 @@ class TaperCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int = 0) -> str:
         """The device as text: SGLang splits it at a colon when --device is absent."""
         return self.device_type
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What `POST /start_profile` may ask for; SGLang has no default."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        """The same for PyTorch's profiler."""
+        from torch.profiler import ProfilerActivity
+
+        return ProfilerActivity.CPU
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set the defaults that make `--model-path` the only flag needed.

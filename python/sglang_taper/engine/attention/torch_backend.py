@@ -121,8 +121,9 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_decode
             return compute(query, output, *pools, *args, **kwargs)
-        out, _ = self._ops.decode.decode(plan, query, *pools, _scale(kwargs, query))
-        return output.copy_(out)
+        scale = _scale(kwargs, query)
+        self._ops.decode.decode(plan, query, *pools, scale, out=output)
+        return output
 
     def _run_sdpa_forward_extend(
         self,
@@ -141,8 +142,9 @@ class SharedPrefixTorchBackend(TorchNativeAttnBackend):
         if plan is None:
             compute: Callable[..., torch.Tensor] = super()._run_sdpa_forward_extend
             return compute(query, output, *pools, *args, **kwargs)
-        out = self._ops.extend.extend(plan, query, *pools, _scale(kwargs, query))
-        return output.copy_(out)
+        scale = _scale(kwargs, query)
+        self._ops.extend.extend(plan, query, *pools, scale, out=output)
+        return output
 
     def _plan_for(
         self, is_decode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
