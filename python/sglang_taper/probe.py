@@ -7,6 +7,7 @@ and by `sglang-taper calibrate`.
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Iterable
 
 import msgspec
@@ -14,6 +15,8 @@ import requests
 
 REQUEST_TIMEOUT_S = 600
 FLUSH_TIMEOUT_S = 60
+# Request ids of what is shown begin with it: nobody waits for these.
+PROBE_RID = "taper-probe-"
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -62,10 +65,15 @@ def show(
         [rng.randrange(limits.vocab_size) for _ in range(cell.num_tokens)]
         for _ in range(cell.num_rows)
     ]
+    call = uuid.uuid4().hex
     sampling = {"max_new_tokens": num_steps, "temperature": 0, "ignore_eos": True}
     answer = requests.post(
         f"{url}/generate",
-        json={"input_ids": prompts, "sampling_params": sampling},
+        json={
+            "input_ids": prompts,
+            "rid": [f"{PROBE_RID}{call}-{row}" for row in range(cell.num_rows)],
+            "sampling_params": sampling,
+        },
         headers=limits.headers,
         timeout=REQUEST_TIMEOUT_S,
     )

@@ -115,7 +115,8 @@ def test_the_roster_tells_requests_when_they_leave_and_come_back() -> None:
     request = one.state.request
     request.record_tokens(10.0, 1)
     roster = DecodeRoster()
-    roster.sync([one.state, two.state], 20.0)
+    assert roster.sync([one.state, two.state], 20.0)
+    assert not roster.sync([one.state, two.state], 20.0)
     roster.remove(one.state, 30.0)
     assert request.left_decode_ms is None
     roster.remove(two.state, 50.0)

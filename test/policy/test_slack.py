@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_taper.policy.slack import (
     deadline_ms,
     is_ttft_missed,
+    most_urgent,
     reported_slack_ms,
     step_slack,
 )
@@ -142,3 +143,20 @@ def test_reported_slack_is_exact_down_to_minus_one_tpot() -> None:
 
 def test_an_absurdly_small_target_is_lost_not_an_error() -> None:
     assert slack_of(SCHEDULE, 0.0, **{**LATE, "tpot_slo_ms": 5e-324}) is None
+
+
+def test_most_urgent_is_whose_next_token_is_due_first() -> None:
+    soon = make_request(first_token_ms=None, arrival_ms=0.0, ttft_slo_ms=110.0)
+    later = make_request(first_token_ms=None, arrival_ms=0.0, ttft_slo_ms=300.0)
+    view = make_view(requests=[later, soon], now_ms=100.0)
+    request, slack_ms = most_urgent(view)
+    assert (request.ttft_slo_ms, slack_ms) == (110.0, 10.0)
+
+
+def test_who_is_late_already_is_the_most_urgent_only_where_all_are() -> None:
+    late = make_request(first_token_ms=None, arrival_ms=0.0, ttft_slo_ms=50.0)
+    in_time = make_request(first_token_ms=None, arrival_ms=0.0, ttft_slo_ms=300.0)
+    request, _ = most_urgent(make_view(requests=[late, in_time], now_ms=100.0))
+    assert request.ttft_slo_ms == 300.0
+    _, slack_ms = most_urgent(make_view(requests=[late, late], now_ms=100.0))
+    assert slack_ms == -50.0

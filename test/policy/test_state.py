@@ -122,8 +122,8 @@ def test_tokens_of_the_next_stages_prefill_are_not_judged() -> None:
 
 def test_a_step_is_counted_for_rows_that_ran_and_rows_that_did_not() -> None:
     states = [BranchState(started(), branch, 0, 9) for branch in range(3)]
-    record_step(states, [0, 2], step=7)
-    record_step(states, [0, 1, 2], step=8)
+    assert record_step(states, [0, 2], step=7) == {1}
+    assert record_step(states, [0, 1, 2], step=8) == set()
     assert [s.steps_run for s in states] == [2, 1, 2]
     assert [s.steps_deferred for s in states] == [0, 1, 0]
     record_step(states, [1], step=9)

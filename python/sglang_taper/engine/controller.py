@@ -24,6 +24,7 @@ from sglang_taper.engine.observe import (
 )
 from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
 from sglang_taper.engine.prefix import namespace_of
+from sglang_taper.engine.recorder import Recorder
 from sglang_taper.engine.sharing import note_finish, note_prefill
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
 from sglang_taper.policy.admission import make_policy, step_kv_tokens
@@ -59,6 +60,7 @@ class BranchController:
         self._page_size = page_size
         self.timer = StepTimer(asynchronous)
         self.counters = Counters()
+        self.recorder = Recorder(self.counters, self.groups.ttl_ms)
         self.step = 0
         self._builder = StepBuilder()
         self._roster = DecodeRoster()
@@ -74,6 +76,7 @@ class BranchController:
         """The branch of a new request, to be kept as `req.taper`."""
         self._is_settled = False
         branch = self.groups.attach(rid, meta, self.params, arrival_ms, max_new_tokens)
+        self.recorder.came(branch)
         is_counted = branch.group is not None and not branch.is_prefix_only
         self.counters.num_branches += is_counted
         return branch
@@ -90,6 +93,7 @@ class BranchController:
             where = (self._page_size, namespace_of(req))
             note_finish(branch, req.origin_input_ids, req.output_ids, *where)
         self.groups.end(branch, now_ms)
+        self.recorder.ended(branch, req, now_ms)
         branch_ended(self.pins, branch, req, aborted, now_ms)
 
     def abort_group(
@@ -126,6 +130,7 @@ class BranchController:
         if not self._is_settled:
             self._is_settled = True
             self.groups.settle(self.clock.now_ms)
+            self.recorder.settle(self.clock.now_ms)
 
     # -- one decode step
 
@@ -145,7 +150,7 @@ class BranchController:
         self.step += 1
         tick = self._tick_in_force()
         states = [req.taper.state for req in batch.reqs]
-        self._roster.sync(states, tick.now_ms)
+        has_changed = self._roster.sync(states, tick.now_ms)
         view = observe_batch(
             self._builder, batch, states, self.step, tick, self.params, queue
         )
@@ -153,8 +158,9 @@ class BranchController:
         if view.model.shared_read_once and each_reads(plan.rows):
             view = not_read_once(view)
             plan = self._decide(view, batch)
-        record_step(states, plan.rows, self.step)
+        left_out = record_step(states, plan.rows, self.step)
         self._planned = self._record(view, plan)
+        self.recorder.planned(batch.reqs, has_changed, left_out, view, plan)
         self.counters.planned(self._planned, 1000 * (time.perf_counter() - began))
         return plan
 
@@ -242,6 +248,7 @@ class BranchController:
         if branch.group is not None:
             pinned = [pin.num_tokens for _, pin in self.pins.of(branch.group)]
             branch.num_pinned = min(req.cached_tokens, max(pinned, default=0))
+        self.recorder.got_first(branch, req, self.clock.now_ms)
         branch_started(self.pins, branch, req, self.clock.now_ms)
         counters = self.counters
         counters.num_prefix_shared_tokens += branch.num_shared

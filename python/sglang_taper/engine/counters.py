@@ -54,7 +54,12 @@ class Counters(msgspec.Struct):
     num_measured_steps: int = 0
     sum_measured_ms: float = 0.0
     sum_absolute_error: float = 0.0
+    sum_predicted_ms: float = 0.0
     num_predicted_steps: int = 0
+    num_requests_ended: int = 0
+    num_requests_in_slo: int = 0
+    num_tokens_ended: int = 0
+    num_tokens_in_slo: int = 0
     reasons: dict[str, int] = {}
     recent_steps: deque[StepRecord] = msgspec.field(
         default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS)
@@ -79,6 +84,7 @@ class Counters(msgspec.Struct):
         self.sum_measured_ms += step_ms
         if record.predicted_ms is not None:
             self.num_predicted_steps += 1
+            self.sum_predicted_ms += record.predicted_ms
             self.sum_absolute_error += abs(record.predicted_ms / step_ms - 1)
 
     @property

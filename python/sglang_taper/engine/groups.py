@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from sglang_taper.engine.headers import scope_in, scoped_name
+from sglang_taper.engine.records import BranchRecord
 from sglang_taper.engine.sharing import Seen
 from sglang_taper.policy.state import BranchState, RequestState
 from sglang_taper.policy.types import PolicyParams
@@ -95,6 +96,8 @@ class Group:
 class Branch:
     """What hangs on a `Req` as `req.taper`: policy state plus counters."""
 
+    record: BranchRecord
+
     __slots__ = (
         "ended",
         "fork",
@@ -111,6 +114,7 @@ class Branch:
         "num_shared",
         "prefill_held_ms",
         "prefilled",
+        "record",
         "seen_ms",
         "state",
         "waits_for_page",
@@ -177,6 +181,7 @@ class GroupTable:
         group = self._group_of(meta, params, arrival_ms)
         state = group.state if group else _request_state(rid, meta, params, arrival_ms)
         branch = Branch(meta, BranchState(state, meta.branch, 0, max_new_tokens), group)
+        branch.record = BranchRecord(rid, meta, branch.state, arrival_ms)
         if group:
             group.parents[rid] = meta.parent
             _forget_oldest(group.parents)

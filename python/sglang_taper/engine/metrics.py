@@ -29,11 +29,26 @@ COUNTERS = {
     "num_groups_held": "Passes in which a fork waited until it fits as a whole.",
     "num_prefills_held": "Requests whose prefill was held (--prefill-hold-s).",
     "sum_prefill_held_ms": "Milliseconds for which prefills were held, summed.",
+    "num_measured_steps": "Decode steps whose end was seen.",
+    "sum_measured_ms": "Milliseconds of these steps, summed.",
+    "num_predicted_steps": "Of these, steps with a prediction.",
+    "sum_predicted_ms": "Their predicted milliseconds, summed.",
+    "sum_absolute_error": "Their absolute relative errors, summed.",
+    "num_requests_ended": "Requests that can not go on any more.",
+    "num_requests_in_slo": "Of these, requests within their TTFT and TPOT SLO.",
+    "num_tokens_ended": "Tokens of requests that can not go on any more.",
+    "num_tokens_in_slo": "Tokens of requests within their SLOs.",
 }
+# One per binding constraint, label `reason`.
+STEPS_BY_REASON = "steps_by_reason"
 GAUGES = {
     "live_groups": "Requests with a living branch.",
     "pins": "Locks on the prefix of a fork.",
     "pinned_tokens": "Tokens under these locks, summed over them.",
+    "num_rows": "Rows in the decode batch of the last step.",
+    "num_admitted": "Rows that ran in it.",
+    "budget_ms": "What the last step with a budget might take.",
+    "min_slack_ms": "Smallest slack in the last step that protected a request.",
     "stall_share": "Share of busy time that is not decode steps.",
     "latency_model_mape": "Mean absolute relative error of the step-latency model.",
     "latency_model_drifts": "Times the engine was found to have changed its speed.",
@@ -47,6 +62,8 @@ class StepMetrics:
     def __init__(self, enabled: bool) -> None:
         self._counters: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
+        self._reasons: Any = None
+        self._last_reasons: dict[str, int] = {}
         self._last: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         if enabled:
             self._create()
@@ -57,6 +74,9 @@ class StepMetrics:
 
         for name, help in COUNTERS.items():
             self._counters[name] = Counter(PREFIX + name, help)
+        self._reasons = Counter(
+            PREFIX + STEPS_BY_REASON, "Decode steps by what bound them.", ["reason"]
+        )
         for name, help in GAUGES.items():
             self._gauges[name] = Gauge(
                 PREFIX + name, help, multiprocess_mode="mostrecent"
@@ -70,12 +90,16 @@ class StepMetrics:
             total = getattr(controller.counters, name)
             counter.inc(total - self._last[name])
             self._last[name] = total
+        for reason, total in controller.counters.reasons.items():
+            more = total - self._last_reasons.get(reason, 0)
+            self._reasons.labels(reason=reason).inc(more)
+        self._last_reasons = dict(controller.counters.reasons)
         for name, value in _gauge_values(controller).items():
             self._gauges[name].set(value)
 
 
 def _gauge_values(controller: BranchController) -> dict[str, float]:
-    return {
+    return _step_values(controller) | {
         "live_groups": controller.groups.num_live_groups,
         "pins": len(controller.pins),
         "pinned_tokens": controller.pins.num_tokens,
@@ -84,3 +108,13 @@ def _gauge_values(controller: BranchController) -> dict[str, float]:
         "latency_model_drifts": controller.model.num_drifts,
         "latency_model_trusted": float(controller.model.trusted),
     }
+
+
+def _step_values(controller: BranchController) -> dict[str, float]:
+    """Of the last step; without what it has not."""
+    steps = controller.counters.recent_steps
+    if not steps:
+        return {}
+    names = ("num_rows", "num_admitted", "budget_ms", "min_slack_ms")
+    values = {name: getattr(steps[-1], name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

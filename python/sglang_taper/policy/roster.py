@@ -12,10 +12,13 @@ class DecodeRoster:
         self._states: list[BranchState] = []
         self._rows_of: dict[RequestState, int] = {}
 
-    def sync(self, states: list[BranchState], now_ms: float) -> None:
-        """The batch now consists of `states`. Cheap when nothing changed."""
+    def sync(self, states: list[BranchState], now_ms: float) -> bool:
+        """The batch now consists of `states`. Cheap when nothing changed.
+
+        Returns whether a row has come, gone or moved.
+        """
         if states == self._states:
-            return
+            return False
         self._states = states
         rows_of: dict[RequestState, int] = {}
         for state in states:
@@ -26,6 +29,7 @@ class DecodeRoster:
             if request not in self._rows_of:
                 request.enter_decode(now_ms)
         self._rows_of = rows_of
+        return True
 
     def remove(self, state: BranchState, now_ms: float) -> None:
         """A branch has ended; its request may have no row left."""

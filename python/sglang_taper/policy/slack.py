@@ -113,6 +113,18 @@ def step_slack(view: StepView, baseline_ms: float) -> float | None:
     return None if worst_ms == math.inf else reported_slack_ms(worst_ms, worst_tpot_ms)
 
 
+def most_urgent(view: StepView) -> tuple[RequestView, float]:
+    """The request whose next token is due first, and its slack in ms.
+
+    Those that are late already count only when all are.
+    """
+    definition = view.params.deadline
+    slacks = [deadline_ms(r, definition) - view.now_ms for r in view.requests]
+    in_time = [i for i, slack_ms in enumerate(slacks) if slack_ms >= 0]
+    first = min(in_time or range(len(slacks)), key=slacks.__getitem__)
+    return view.requests[first], slacks[first]
+
+
 def published_slack(view: StepView) -> float:
     """Smallest slack of all requests, lost ones included (TAPER section 3)."""
     definition = view.params.deadline

@@ -6,7 +6,7 @@ always an argument. `StepBuilder` makes the frozen `StepView` of a step from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from operator import sub
 
@@ -117,15 +117,19 @@ class BranchState:
         self.request.max_tokens -= self.max_new_tokens - self.output_tokens
 
 
-def record_step(states: Sequence[BranchState], rows: list[int], step: int) -> None:
-    """Decode step `step` ran `rows` of `states` and deferred the others."""
+def record_step(states: Sequence[BranchState], rows: list[int], step: int) -> Set[int]:
+    """Decode step `step` ran `rows` of `states` and deferred the others, which are
+    returned."""
     for row in rows:
         state = states[row]
         state.last_run_step = step
         state.steps_run += 1
-    if len(rows) < len(states):
-        for row in set(range(len(states))).difference(rows):
-            states[row].steps_deferred += 1
+    if len(rows) == len(states):
+        return frozenset()
+    left_out = set(range(len(states))).difference(rows)
+    for row in left_out:
+        states[row].steps_deferred += 1
+    return left_out
 
 
 class StepBuilder:
