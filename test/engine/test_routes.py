@@ -300,13 +300,14 @@ def test_the_control_channel_sends_a_request_and_collects_its_answers(
 def test_the_routes_fit_sglangs_own_app() -> None:
     routes.install_routes(http_server.app)
     levels = {
-        r.path: r.endpoint._auth_level
+        r.path: getattr(r.endpoint, "_auth_level", None)
         for r in http_server.app.router.routes
         if getattr(r, "path", "").startswith(("/taper", "/abort"))
     }
     admin = AuthLevel.ADMIN_OPTIONAL
-    paths = ("/abort_request", "/taper/state", "/taper/policy")
-    assert levels == dict.fromkeys(paths, admin)
+    paths = ("/abort_request", "/taper/state", "/taper/policy", "/taper/live")
+    guarded = dict.fromkeys((*paths, "/taper/requests/{id:path}"), admin)
+    assert levels == guarded | {"/taper/": None}
 
 
 @pytest.mark.parametrize(

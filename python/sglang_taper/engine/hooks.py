@@ -193,6 +193,16 @@ HOOKS: tuple[Hook, ...] = (
         why="adds our communicator to the ones just built, and our routes to the app",
         removable_when="plugins can declare communicators and routes",
     ),
+    Hook(
+        id="page-without-key",
+        target="sglang.srt.utils.auth.add_api_key_middleware",
+        kind=Kind.AFTER,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.watch:page_without_key_hook",
+        why="a browser sends no key with a page it opens; ours holds no data and asks "
+        "for the key, so it alone is answered before the check",
+        removable_when="a route of SGLang can be public",
+    ),
     relied_on(
         id="sample-order",
         target=f"{_TOK}._handle_batch_request",

@@ -14,9 +14,36 @@ import torch
 from sglang.srt.runtime_context import attention_backends, get_parallel, get_serving
 
 from sglang_taper.engine.attention.use import describe_attention
+from sglang_taper.engine.explain import describe_request
+from sglang_taper.engine.live import describe_live
 from sglang_taper.engine.report import describe_state
 
+LIVE, EXPLAIN = "live", "explain"
 PACKAGES = ("sglang", "sglang-taper", "torch")
+
+
+def describe(scheduler: Any, action: str, params: dict[str, Any]) -> dict[str, Any]:
+    """What a scheduler answers to a control message that it has carried out."""
+    if action not in (LIVE, EXPLAIN):
+        return describe_scheduler(scheduler)
+    taper, waiting = scheduler.taper, waiting_rids(scheduler)
+    rank = {"dp_rank": int(get_parallel().dp_rank or 0)}
+    if action == LIVE:
+        return describe_live(taper, params["after_step"], waiting) | {
+            **rank,
+            "num_running": len(scheduler.running_batch.reqs),
+            "num_waiting": len(scheduler.waiting_queue),
+            "max_rows": int(scheduler.max_running_requests),
+            "pool": describe_pool(scheduler),
+        }
+    records = taper.recorder.book.find(params["id"])
+    told = describe_request(records, params["id"], taper.clock.now_ms, waiting)
+    return told and told | rank
+
+
+def waiting_rids(scheduler: Any) -> set[str]:
+    queues = (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
+    return {req.rid for queue in queues for req in queue}
 
 
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:

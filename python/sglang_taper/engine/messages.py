@@ -18,7 +18,9 @@ class TaperControlReq(BaseReq):
     """Ask the scheduler for its state, or to change it first.
 
     `action`: `state`, `policy` (apply `params`: any of policy, cap, rho, deadline,
-    utility, ttft_slo_ms, tpot_slo_ms) or `abort_group` (`params["group"]`).
+    utility, ttft_slo_ms, tpot_slo_ms), `abort_group` (`params["group"]`), `live`
+    (`params["after_step"]`) or `explain` (`params["id"]`). The last two are answered
+    with something else than the state.
     """
 
     action: str = "state"

@@ -55,6 +55,10 @@ def install_routes(app: FastAPI) -> None:
     if getattr(app.state, "taper_routes", False):
         return
     app.state.taper_routes = True
+    # Imported here: those routes ask through `ask`.
+    from sglang_taper.engine.watch import add_watch_routes
+
+    add_watch_routes(app)
     app.add_api_route("/taper/state", get_state, methods=["GET"])
     app.add_api_route("/taper/policy", set_policy, methods=["POST"], **_policy_docs())
     abort = next((r for r in app.router.routes if _path(r) == ABORT_PATH), None)

@@ -29,7 +29,7 @@ from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.engine.groups import arrives_aborted
-from sglang_taper.engine.machine import describe_scheduler
+from sglang_taper.engine.machine import EXPLAIN, LIVE, describe
 from sglang_taper.engine.messages import (
     TaperControlReq,
     TaperControlReqOutput,
@@ -216,15 +216,17 @@ class TaperScheduler(Scheduler):
             self._do_taper_control(message.action, message.params)
         except TaperError as error:
             return TaperControlReqOutput(rid=message.rid, error=str(error))
-        return TaperControlReqOutput(rid=message.rid, state=describe_scheduler(self))
+        state = describe(self, message.action, message.params)
+        return TaperControlReqOutput(rid=message.rid, state=state)
 
     def _do_taper_control(self, action: str, params: dict[str, Any]) -> None:
         if action == "policy":
             self.taper.change_policy(params)
         elif action == "abort_group":
             self._abort_group(**params)
-        elif action != "state":
-            raise FieldError("action", action, "one of state, policy, abort_group")
+        elif action not in (known := ("state", LIVE, EXPLAIN)):
+            accepted = "one of policy, abort_group, " + ", ".join(known)
+            raise FieldError("action", action, accepted)
 
     def _abort_group(
         self,
