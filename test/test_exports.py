@@ -140,7 +140,9 @@ def test_the_package_ships_its_types_fingerprints_and_c_source() -> None:
     assert SOURCE.exists()
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
     shipped = settings["setuptools"]["package-data"]["sglang_taper"]
-    assert {"py.typed", "engine/*.json", "kernels/cpu/*.c"} <= set(shipped)
+    files = {"py.typed", "engine/*.json", "engine/page/*.*", "kernels/cpu/*.c"}
+    assert files <= set(shipped)
+    assert (ROOT / "engine" / "page" / "page.html").exists()
 
 
 def test_the_licence_is_apache_2_and_ours() -> None:
