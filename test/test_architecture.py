@@ -91,7 +91,8 @@ RULES = {
     # entry points: light themselves, everything else inside functions
     "__init__": Rule("frontend"),
     "bootstrap": Rule(),
-    "cli": Rule("root calibrate demo engine errors sim"),
+    "explain": Rule("errors", lazily="httpx"),
+    "cli": Rule("root calibrate demo engine errors explain sim"),
     "launch_server": Rule("engine", lazily="sglang"),
 }
 
@@ -253,6 +254,7 @@ LIGHT_MODULES = (
     ".demo.options",
     ".sim.command",
     ".calibrate.options",
+    ".explain",
     ".engine.hooks",
 )
 

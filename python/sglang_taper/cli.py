@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_simulate(commands)
     _add_calibrate(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -81,6 +82,16 @@ def _add_calibrate(commands: Any) -> None:
     )
     add_flags(calibrate)
     calibrate.set_defaults(run=_calibrate)
+
+
+def _add_explain(commands: Any) -> None:
+    from sglang_taper.explain import add_flags, run_explain
+
+    explain = commands.add_parser(
+        "explain", help="what happened to one request of a running server"
+    )
+    add_flags(explain)
+    explain.set_defaults(run=run_explain)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ TaperError
 ├── HookError             SGLang is not what our hooks were written against
 ├── ServerProcessError    a server we started does not serve, or can not be ended
 │   └── ServerEnded       it is gone
+├── NoAnswer              a running server does not answer, or refuses
 └── ModelUnavailable      the embedded model can not be built or found
 """
 
@@ -49,6 +50,10 @@ class HookError(TaperError):
 
 class ModelUnavailable(TaperError):
     """The embedded model is neither in the cache nor obtainable."""
+
+
+class NoAnswer(TaperError):
+    """A server that a command asks does not answer, or refuses."""
 
 
 class ServerProcessError(TaperError):
