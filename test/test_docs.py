@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sglang_taper.config import TaperConfig, env_of, flag_of
-from sglang_taper.engine import metrics, report
+from sglang_taper.engine import explain, live, metrics, report
 from sglang_taper.engine.attention.counting import AttentionCounters
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.counters import StepRecord
@@ -138,6 +138,30 @@ def test_every_key_of_the_state_is_explained() -> None:
     assert keys <= explained(read("operations.md"))
 
 
+def test_every_key_of_the_page_is_explained() -> None:
+    controller, _ = a_state()
+    _, _, section = read("operations.md").partition("## The page")
+    page, _, timeline = section.partition("## Explain one request")
+    shown = live.describe_live(controller, 0, ())
+    (request,) = shown["requests"]
+    branches = request.pop("branches")
+    assert {"rid", "status", "deferral"} <= branches.keys()
+    assert {*shown, *branches, *shown["service"]} <= explained(page)
+    assert request.keys() <= explained(page) | explained(read("operations.md"))
+    record = controller.recorder.book.find("g")[0]
+    controller.recorder.book.close(record, 2.0, "stop", row_aliased=True)
+    told = explain.describe_request([record], "g", 3.0, ())
+    spans = {key for b in told["branches"] for s in b["spans"] for key in s}
+    keys = {*told, *told["branches"][0], *spans, *FORK_KEYS}
+    assert keys <= explained(page) | explained(timeline.partition("## Dashboards")[0])
+
+
+FORK_KEYS = {
+    *("depth", "stage", "parent", "width", "num_ended", "opened_ms", "ended_ms"),
+    *("joined_by", "joined_ms"),
+}
+
+
 def test_every_key_of_the_attention_is_explained() -> None:
     counters = AttentionCounters()
     keys = {"backend", *msgspec.structs.asdict(counters)}
@@ -157,7 +181,9 @@ def test_every_key_of_an_answer_is_explained() -> None:
     assert keys <= explained(section.partition("\n## ")[0])
 
 
-@pytest.mark.parametrize("name", [*metrics.COUNTERS, *metrics.GAUGES])
+@pytest.mark.parametrize(
+    "name", [*metrics.COUNTERS, metrics.STEPS_BY_REASON, *metrics.GAUGES]
+)
 def test_every_metric_is_explained(name: str) -> None:
     assert metrics.PREFIX + name in explained(read("operations.md"))
 
