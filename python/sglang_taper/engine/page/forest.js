@@ -35,7 +35,6 @@ function newCard(id) {
   const box = element("div", "request");
   box.setAttribute("role", "none");
   const title = treeItem("div", "title", box, 1);
-  title.setAttribute("aria-expanded", "true");
   const name = element("span", "id", title, id === SERIAL ? "without branches" : shortId(id));
   name.title = id === SERIAL ? "" : id;
   const facts = ["counts", "age", "ttft", "tpot"].map((f) => element("span", `fact ${f}`, title));
@@ -94,7 +93,6 @@ function showFork(card, fork, before) {
     const box = element("div", `fork d${Math.min(fork.level, 5)}`);
     box.setAttribute("role", "none");
     const name = treeItem("div", "name", box, 1 + fork.level);
-    name.setAttribute("aria-expanded", "true");
     const cells = element("div", "cells", box);
     cells.setAttribute("role", "none");
     line = { box, name, cells };
