@@ -132,6 +132,15 @@ def test_the_page_opens_without_the_key_and_its_data_does_not(
         assert guarded.get(path, headers=headers).status_code == 200
 
 
+def test_the_page_opens_below_a_root_path_too(app: FastAPI, manager: Manager) -> None:
+    app.root_path = "/api"
+    add_api_key_middleware(app, api_key="user", admin_api_key=None)
+    watch.page_without_key_hook(None, app)
+    client = TestClient(app, root_path="/api")
+    assert client.get("/api/taper/").text == page.html()
+    assert client.get("/api/taper/live").status_code == 401
+
+
 def test_the_hook_is_on_the_function_that_adds_the_check_of_keys() -> None:
     assert callable(auth.add_api_key_middleware)
     app = FastAPI()

@@ -100,7 +100,7 @@ class PageWithoutKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return await self._app(scope, receive, send)
-        path = Request(scope).url.path
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == PAGE_PATH:
             await (await get_page())(scope, receive, send)
         elif path == PAGE_PATH.rstrip("/"):
