@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,20 +115,17 @@ def test_each_branch_is_a_span_below_its_request(
     if collector is None:
         pytest.skip("needs OpenTelemetry, of the extra `test`")
     spans = wait_for(lambda: our_spans(collector), "three spans have come")
-    assert sorted(facts(s)["taper.branch"] for s in spans) == [0, 1, 2]
-    by_id = {s.span_id: s for s in collector.get_spans()}
-    for span in spans:
+    assert sorted(facts(span)["taper.branch"] for span, _ in spans) == [0, 1, 2]
+    for span, root in spans:
         told = facts(span)
         assert told["taper.group"] == "traced"
         assert told["taper.width"] == WIDTH
         assert told["taper.steps_run"] > 0
         assert told["taper.finish"] == "length"
-        thread = by_id[span.parent_span_id]
-        root = by_id[thread.parent_span_id]
         rid = f"traced/{told['taper.branch']}"
         assert facts(root)["rid"] == rid
         assert root.start_time_ns <= span.start_time_ns < span.end_time_ns
-    deferred = [s for s in spans if facts(s)["taper.steps_deferred"]]
+    deferred = [span for span, _ in spans if facts(span)["taper.steps_deferred"]]
     assert len(deferred) >= WIDTH - 1
     for span in deferred:
         events = [e for e in span.events if e["name"] == "deferred"]
@@ -141,7 +137,14 @@ def facts(span: Any) -> dict[str, Any]:
     return {a["key"]: next(iter(a["value"].values())) for a in span.attributes}
 
 
-def our_spans(collector: Any) -> list[Any] | None:
-    found = [s for s in collector.get_spans() if s.name == "taper_branch"]
-    time.sleep(0.2)
-    return found if len(found) == WIDTH else None
+def our_spans(collector: Any) -> list[tuple[Any, Any]] | None:
+    """Ours, each with the root of its trace, once all of them have come."""
+    by_id = {s.span_id: s for s in collector.get_spans()}
+    ours = [s for s in by_id.values() if s.name == "taper_branch"]
+    threads = [by_id.get(s.parent_span_id) for s in ours]
+    roots = [by_id.get(t.parent_span_id) if t else None for t in threads]
+    return (
+        list(zip(ours, roots, strict=True))
+        if len(ours) == WIDTH and all(roots)
+        else None
+    )
