@@ -32,7 +32,8 @@ from branch_step import PREFIX, PROMPT, WIDTH, compare_servers
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-from sglang_taper.engine.attention.cpu_ops import CpuOps, choose_ops
+from sglang_taper.ops import native_attention, torch_decode, torch_extend
+from sglang_taper.ops.native_library import NativeUnavailable, find_library
 from sglang_taper.ops.segments import Segment, StepLayout
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
@@ -48,6 +49,22 @@ HEADER += ("stock / ours", "of it sharing")
 _stock: Any = TorchNativeAttnBackend
 _stock_decode = _stock._run_sdpa_forward_decode
 _stock_extend = _stock._run_sdpa_forward_extend
+
+
+class CpuOps(NamedTuple):
+    """One of our implementations: its modules in `ops`."""
+
+    name: str
+    decode: Any
+    extend: Any
+
+
+def choose_ops(wanted: str) -> CpuOps:
+    """`auto`: as a server chooses."""
+    found = find_library()
+    if wanted == "torch" or (wanted == "auto" and isinstance(found, NativeUnavailable)):
+        return CpuOps("torch", torch_decode, torch_extend)
+    return CpuOps("native", native_attention, native_attention)
 
 
 class Figure(NamedTuple):

@@ -140,7 +140,7 @@ def test_the_package_ships_its_types_fingerprints_and_c_source() -> None:
     assert SOURCE.exists()
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
     shipped = settings["setuptools"]["package-data"]["sglang_taper"]
-    files = {"py.typed", "engine/*.json", "engine/page/*.*", "kernels/cpu/*.c"}
+    files = {"py.typed", "engine/*.json", "engine/page/*.*", "kernels/cpu/*.[ch]"}
     assert files <= set(shipped)
     assert (ROOT / "engine" / "page" / "page.html").exists()
 

@@ -34,8 +34,8 @@ def decode(
 
     q `[B, Hq, D]`, pools `[S, Hkv, D]` and `[S, Hkv, Dv]`, both of one type; types are
     float32, bfloat16 or float16. Returns out `[B, Hq, Dv]` in q's dtype, written to
-    `out` if given, and natural log-sum-exp `[B, Hq]` in float32; a padding row has 0
-    and minus infinity.
+    `out` if given (dense in its last dimension), and natural log-sum-exp `[B, Hq]` in
+    float32; a padding row has 0 and minus infinity.
     """
     out = _room(q, v_pool) if out is None else out
     lse = torch.empty(q.shape[:2])

@@ -117,9 +117,9 @@ def compiled(more_flags: Sequence[str] = ()) -> Path:
     """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags = [*COMPILE, *more_flags]
-    source = SOURCE.read_bytes()
     facts = [_run([*compiler, "--version"]), _cpu(), *compiler, *flags]
-    name = hashlib.sha256("\n".join(facts).encode() + source).hexdigest()[:16]
+    facts += [file.read_text() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
+    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     path = cache_folder() / f"shared_prefix-{name}.so"
     if not path.is_file():
         try:

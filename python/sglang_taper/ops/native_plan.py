@@ -120,7 +120,7 @@ def _plan(items: list[Item], num_queries: int, table: Tensor, saved: int) -> Nat
     total = sum(item.work for item in items)
     if total < MIN_THREAD_WORK:
         threads = 1
-    limit = total if threads == 1 else max(1, total // (PIECES_PER_THREAD * threads))
+    limit = max(1, total if threads == 1 else total // (PIECES_PER_THREAD * threads))
     pieces = [piece for item in items for piece in _pieces(item, limit)]
     # long ones first, so that none ends late
     pieces.sort(key=lambda piece: -piece.work)
@@ -154,9 +154,11 @@ def _plan(items: list[Item], num_queries: int, table: Tensor, saved: int) -> Nat
 def _pieces(item: Item, limit: int) -> Iterator[Item]:
     """The item in runs of keys of about equal work, none above the limit if that can
     be."""
+    if item.keys == 0:
+        return
     count = max(1, min(-(-item.work // limit), item.keys // MIN_PIECE_KEYS))
     size = -(-item.keys // (count * PIECE_GRANULE)) * PIECE_GRANULE
-    for key in range(0, item.keys, size or 1):
+    for key in range(0, item.keys, size):
         keys = min(size, item.keys - key)
         yield Item(item.slots + key, keys, item.rows, item.seen - key)
 
