@@ -16,19 +16,28 @@ import pytest
 from forking import wait_for
 
 from server import SMALL_POOL, START_TIMEOUT_S, STOP_TIMEOUT_S, Server, free_port
+from sglang_taper.server_process import session_members
 
 DOCKER = Path(__file__).parents[2] / "docker"
+
+
+# In place of a calibration, which takes time.
+PROFILE = '{"a_ms": 50, "b_ms_per_row": 10, "c_ms_per_token": 0.01}'
+NUM_TOKENS = 60
 
 
 class Container:
     """The entrypoint as a process, and the environment it has."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.port = free_port()
         # `python3` and `sglang-taper` of this environment, as in the image.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PORT": str(self.port)}
-        flags = ("--model-path", "smollm2", "--branch-policy", "cap", "--branch-cap=3")
+        profile, log = folder / "a profile.json", folder / "log"
+        profile.write_text(PROFILE)
+        flags = ("--model-path", "smollm2", "--branch-policy=cap", "--branch-cap=3")
+        flags += ("--latency-profile", str(profile))
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 # The container listens on all addresses; a test only on this one.
@@ -46,16 +55,12 @@ class Container:
         return ran.returncode == 0
 
     def has_processes(self) -> bool:
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return session_members(self.process.pid) != {}
 
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[Container]:
-    started = Container(tmp_path / "log")
+    started = Container(tmp_path)
     try:
         yield started
     finally:
@@ -80,7 +85,7 @@ def test_it_serves_what_its_flags_say_and_drains_on_sigterm(
     command_line = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
     assert "sglang_taper.launch_server" in command_line
 
-    sampling = {"max_new_tokens": 150, "ignore_eos": True, "n": 2}
+    sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": 2}
     body = {"text": "The harbour town", "sampling_params": sampling}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.generate, body)
@@ -88,6 +93,6 @@ def test_it_serves_what_its_flags_say_and_drains_on_sigterm(
         process.terminate()
         wait_for(lambda: not container.is_healthy())
         answers = running.result()
-    assert [a["meta_info"]["completion_tokens"] for a in answers] == [150, 150]
+    assert [a["meta_info"]["completion_tokens"] for a in answers] == [NUM_TOKENS] * 2
     process.wait(STOP_TIMEOUT_S)
     wait_for(lambda: not container.has_processes(), STOP_TIMEOUT_S)

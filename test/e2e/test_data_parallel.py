@@ -112,7 +112,7 @@ def test_every_rank_answers_control_requests(two_ranks: Server) -> None:
     two_ranks.set_policy(policy="taper")
     states = two_ranks.state()["dp_ranks"]
     assert [state["dp_rank"] for state in states] == [0, 1]
-    assert all(state["latency_model"]["trusted"] for state in states)
+    assert all(state["latency_model"]["num_samples"] > 0 for state in states)
     assert all(state["counters"]["num_branches"] > 0 for state in states)
 
 
