@@ -41,8 +41,10 @@ def call(server: Server, method: str, path: str, key: str, body: Any = None) -> 
 def routes_of_ours(server: Server) -> list[tuple[str, str]]:
     """As the server describes itself, and the one of SGLang's that we extend."""
     paths = call(server, "GET", "/openapi.json", USER).json()["paths"]
-    ours = [path for path in paths if path.startswith(("/taper", "/fork"))]
-    assert {"/taper/state", "/taper/policy"} <= set(ours)
+    ours = {path for path in paths if path.startswith(("/taper", "/fork"))}
+    assert {"/taper/state", "/taper/policy", "/taper/live"} <= ours
+    # Without data: it asks for a key and fetches with it.
+    ours.remove("/taper/")
     named = [(method.upper(), path) for path in ours for method in paths[path]]
     return [*named, ("POST", "/abort_request")]
 
@@ -125,6 +127,10 @@ def test_no_prompt_is_in_the_log_the_metrics_or_the_state(keyed_server: Server) 
     assert broken.status_code == 400
     state = call(keyed_server, "GET", "/taper/state", ADMIN).text
     assert group in state
+    state += call(keyed_server, "GET", "/taper/live", ADMIN).text
+    timeline = call(keyed_server, "GET", f"/taper/requests/{group}", ADMIN)
+    assert timeline.ok
+    state += timeline.text
     metrics = call(keyed_server, "GET", "/metrics", "").text
     assert "sglang_taper" in metrics
     # SGLang prints its own keys once, at start, with all its other arguments.
