@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_taper.engine.headers import id_in
 from sglang_taper.policy.state import BranchState
 from sglang_taper.protocol import BranchMeta
 
@@ -85,9 +86,8 @@ class BranchRecord:
 
     @property
     def shown_request(self) -> str:
-        """The same as clients call it: a scope in front of a group is not shown."""
-        group = self.meta.group
-        return group.rpartition("/")[2] if group else self.rid
+        """The same as clients call it."""
+        return id_in(self.meta.group) if self.meta.group else self.rid
 
     def add(self, mark: Mark) -> None:
         self.marks.append(mark)
