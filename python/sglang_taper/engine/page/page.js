@@ -46,6 +46,7 @@ function askForKey() {
   byId("key-form").hidden = false;
   setText(byId("key-wrong"), wasWrong ? "The server does not take this key." : "");
   connection("waiting", "waiting for a key");
+  byId("key").value = "";
   byId("key").focus();
 }
 
