@@ -124,15 +124,19 @@ def test_the_page_under_load_fits_every_form(
     set_form(browser, size, scheme)
     time.sleep(1.5)
     screenshot(browser, f"load-{NAMES[size]}-{scheme}")
-    overflow = browser.execute_script(
-        "return document.documentElement.scrollWidth - innerWidth"
-    )
-    assert overflow <= 0
+    assert overflow(browser) <= 0
     assert contrast(browser) >= 4.5
     background = browser.execute_script(
         "return getComputedStyle(document.body).backgroundColor"
     )
     assert (luminance(background) < 0.5) is (scheme == "dark")
+
+
+def overflow(driver: Any) -> int:
+    """By how many pixels the page is wider than the window."""
+    script = "return document.documentElement.scrollWidth - arguments[0]"
+    width = driver.execute_script("return document.documentElement.clientWidth")
+    return int(driver.execute_script(script, width))
 
 
 def luminance(color: str) -> float:
@@ -252,7 +256,8 @@ def still(browser: Any, taper_server: Server) -> Any:
     set_paused(browser, True)
     browser.execute_script(
         "document.getElementById('requests').replaceChildren();"
-        "cards.clear(); branches.clear(); pastSteps.clear(); lastStep = 0"
+        "cards.clear(); branches.clear(); pastSteps.clear(); lastStep = 0;"
+        "for (const chart of Object.values(charts)) chart.top = chart.bottom = 0"
     )
     return browser
 
@@ -289,6 +294,7 @@ def test_every_status_and_depth_of_a_tree_is_shown(still: Any) -> None:
         assert ("late" in late) is (number % 3 == 0)
     screenshot(still, "states-desktop-light")
     set_form(still, PHONE, "dark")
+    assert overflow(still) <= 0
     screenshot(still, "states-phone-dark")
 
 

@@ -86,7 +86,8 @@ function showFigures(state) {
   const measured = steps.findLast((s) => s.measured_ms !== null && s.predicted_ms !== null);
   const service = state.service;
   setText(byId("version"), `sglang_taper ${state.version}`);
-  figure("policy", state.params.policy, state.latency_model.trusted ? `TPOT SLO ${ms(state.params.tpot_slo_ms)}, rho ${state.params.rho}` : "latency model not trusted", !state.latency_model.trusted);
+  figure("policy", state.params.policy, state.latency_model.trusted ? `TPOT SLO ${ms(state.params.tpot_slo_ms)}, rho ${state.params.rho}` : "latency model not trusted");
+  byId("n-policy").classList.toggle("bad", !state.latency_model.trusted);
   figure("width", step ? `${step.num_admitted} of ${step.num_rows}` : "\u2013", step ? `${plural(step.num_requests, "request")}; bound by ${step.reason}; ${count(state.num_waiting)} waiting` : "no step in the last minute");
   figure("step", measured ? ms(measured.measured_ms) : "\u2013", measured ? `predicted ${ms(measured.predicted_ms)}; mean error ${percent(state.latency_model.mape)}` : "");
   figure("slack", ms(step?.min_slack_ms), step && step.min_slack_ms !== null ? `of budget ${ms(step.budget_ms)}, S0 ${ms(step.baseline_ms)}` : "no request is protected");
