@@ -184,11 +184,11 @@ def test_what_one_group_said_is_unknown_to_another() -> None:
     assert memory.recall("h", "pq and on", None, 1) is None
 
 
-def test_a_branch_that_said_nothing_is_not_remembered() -> None:
+def test_a_branch_that_said_nothing_gives_its_ids_to_no_text() -> None:
     memory = TokenMemory()
     memory.remember("g", ONE._replace(answer=""), 0)
     assert memory.recall("g", "pq", None, 0) is None
-    assert len(memory) == memory.num_tokens == 0
+    assert memory.find(ONE.rid, 0) is not None
 
 
 def test_a_request_that_comes_again_replaces_itself() -> None:
@@ -239,3 +239,22 @@ def test_the_ids_held_altogether_are_bounded() -> None:
     memory.remember("g5", numbered(7, 11), 7)
     assert memory.recall("g5", "p7:a", None, 7) is None
     assert memory.recall("g2", "p5:a", None, 7) is not None
+
+
+def test_a_request_is_found_by_its_id_until_it_is_forgotten() -> None:
+    memory = TokenMemory(max_groups=1, ttl_ms=100)
+    memory.remember("g", ONE, 0)
+    assert memory.find(ONE.rid, 100) is ONE
+    assert memory.find(ONE.rid, 201) is None
+    memory.remember("g", ONE, 300)
+    memory.remember("h", numbered(1), 301)
+    assert memory.find(ONE.rid, 302) is None
+    assert memory.find("r1", 302) is not None
+
+
+def test_a_request_sent_as_ids_is_found_by_its_id_and_continues_no_text() -> None:
+    memory = TokenMemory()
+    sent = ONE._replace(prompt=None)
+    memory.remember("g", sent, 0)
+    assert memory.find(ONE.rid, 1) is sent
+    assert memory.recall("g", "pq", None, 1) is None

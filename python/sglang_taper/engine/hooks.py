@@ -146,6 +146,16 @@ HOOKS: tuple[Hook, ...] = (
         removable_when="clients can continue a request by its id",
     ),
     Hook(
+        id="abort-usage",
+        target=f"{_TOK}._handle_abort_req",
+        kind=Kind.AROUND,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.token_ids:count_prompt_hook",
+        why="usage counts the prompt of n>1 as that of its first sample, which may "
+        "have been cancelled in the queue; AROUND because the request is gone after",
+        removable_when="answers of queued aborts tell prompt_tokens",
+    ),
+    Hook(
         id="answer-metadata",
         target=f"{_TOK}.update_request_meta_info",
         kind=Kind.AROUND,

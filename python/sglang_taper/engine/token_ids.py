@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.managers.io_struct import BatchStrOutput, GenerateReqInput
@@ -30,10 +30,12 @@ logger = logging.getLogger(__name__)
 
 # On a GenerateReqInput, which SGLang copies for each sample of n>1.
 _PROMPT_IDS = "taper_prompt_ids"
+# The ids of requests with one of these are not all that the model reads.
+_NOT_ONLY_IDS = ("input_embeds", "session_params", "positional_embed_overrides")
 # Requests with one of these bring their ids, or name positions in them.
 _KEPT_FROM_US = (
-    *("input_ids", "input_embeds", "session_params", "positional_embed_overrides"),
-    *("multi_item_delimiter_indices", "token_indices_to_pool"),
+    *_NOT_ONLY_IDS,
+    *("input_ids", "multi_item_delimiter_indices", "token_indices_to_pool"),
 )
 
 
@@ -45,37 +47,56 @@ async def tokenize_hook(
     A grouped text that begins with what a branch of the group has said gets the ids of
     that branch. Notes on `obj` the ids it was sent with.
     """
-    meta = _branch_meta(obj)
-    if meta is None:
-        return await original(manager, obj)
-    ids = _known_ids(manager, obj, meta)
+    meta = _text_of_group(obj)
+    ids = None if meta is None else _known_ids(manager, obj, meta)
     if ids is None:
         tokenized = await original(manager, obj)
     else:
         with_ids = copy.copy(obj)
         with_ids.input_ids = ids
         tokenized = await original(manager, with_ids)
-    setattr(obj, _PROMPT_IDS, tokenized.input_ids)
+    if isinstance(obj, GenerateReqInput) and _is_only_ids(obj):
+        setattr(obj, _PROMPT_IDS, tokenized.input_ids)
     return tokenized
 
 
-def _branch_meta(obj: Any) -> Mapping[str, Any] | None:
-    """The metadata of a request that is one text of a group, else None."""
-    if not isinstance(obj, GenerateReqInput) or not isinstance(obj.text, str):
-        return None
-    if any(getattr(obj, name, None) is not None for name in _KEPT_FROM_US):
-        return None
+def prompt_ids_of(obj: Any) -> Sequence[int] | None:
+    """The ids a request was sent with; None before that, and where they are not all
+    that the model reads (images, sessions, embeddings)."""
+    ids: Sequence[int] | None = getattr(obj, _PROMPT_IDS, None)
+    return ids
+
+
+def group_meta(obj: Any) -> Mapping[str, Any] | None:
+    """The metadata of a generate request of a group, else None."""
     custom = custom_params_of(obj.sampling_params) or {}
     meta = custom.get(CUSTOM_PARAMS_KEY)
     if not isinstance(meta, Mapping) or not isinstance(meta.get("group"), str):
         return None
-    return None if obj.contains_mm_input() else meta
+    return meta
+
+
+def _is_only_ids(obj: GenerateReqInput) -> bool:
+    return _has_none_of(obj, _NOT_ONLY_IDS) and not obj.contains_mm_input()
+
+
+def _has_none_of(obj: Any, names: Sequence[str]) -> bool:
+    return all(getattr(obj, name, None) is None for name in names)
+
+
+def _text_of_group(obj: Any) -> Mapping[str, Any] | None:
+    """The metadata of a request that is one text of a group, else None."""
+    if not isinstance(obj, GenerateReqInput) or not isinstance(obj.text, str):
+        return None
+    if not _has_none_of(obj, _KEPT_FROM_US) or obj.contains_mm_input():
+        return None
+    return group_meta(obj)
 
 
 def _known_ids(manager: Any, obj: Any, meta: Mapping[str, Any]) -> list[int] | None:
     if manager.tokenizer is None:
         return None
-    branch = _memory_of(manager).recall(
+    branch = memory_of(manager).recall(
         name_in(meta), obj.text, meta.get("parent"), monotonic_ms()
     )
     if branch is None:
@@ -87,7 +108,8 @@ def _known_ids(manager: Any, obj: Any, meta: Mapping[str, Any]) -> list[int] | N
         return None
 
 
-def _memory_of(manager: Any) -> TokenMemory:
+def memory_of(manager: Any) -> TokenMemory:
+    """The memory of this tokenizer process, made when first asked for."""
     if not hasattr(manager, "taper_token_memory"):
         manager.taper_token_memory = TokenMemory()
     memory: TokenMemory = manager.taper_token_memory
@@ -105,9 +127,27 @@ def remember_finished_hook(manager: Any, received: Any) -> None:
         if received.finished_reasons[index] is None:
             continue
         state = manager.rid_to_state.get(rid)
-        prompt_ids = getattr(state.obj, _PROMPT_IDS, None) if state else None
-        if prompt_ids is not None:
+        prompt_ids = prompt_ids_of(state.obj) if state else None
+        if prompt_ids is not None and group_meta(state.obj) is not None:
             _remember(manager, rid, state, prompt_ids, received, index)
+
+
+def count_prompt_hook(
+    original: Callable[[Any, Any], None], manager: Any, received: Any
+) -> None:
+    """AROUND `TokenizerManager._handle_abort_req`: `prompt_tokens` of what never ran.
+
+    SGLang leaves it out, and counts the prompt of an `n>1` call as that of its first
+    sample, which may be one that was cancelled in the queue.
+    """
+    state = manager.rid_to_state.get(received.rid)
+    original(manager, received)
+    if state is None or not state.out_list:
+        return
+    if (sent := prompt_ids_of(state.obj)) is not None:
+        info = state.out_list[-1]["meta_info"]
+        info.setdefault("prompt_tokens", len(sent))
+        info.setdefault("cached_tokens", 0)
 
 
 def _remember(
@@ -116,9 +156,11 @@ def _remember(
     meta = state.obj.sampling_params["custom_params"][CUSTOM_PARAMS_KEY]
     branch = FinishedBranch(
         rid=rid,
-        prompt=state.obj.text,
+        prompt=state.obj.text if _text_of_group(state.obj) else None,
         answer=state.get_text() + (received.output_strs[index] or ""),
         prompt_ids=prompt_ids,
         output_ids=array("q", [*state.output_ids, *(received.output_ids[index] or ())]),
+        meta=meta,
+        end=received.finished_reasons[index],
     )
-    _memory_of(manager).remember(name_in(meta), branch, monotonic_ms())
+    memory_of(manager).remember(name_in(meta), branch, monotonic_ms())

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Decode = Callable[[list[int]], str]
@@ -31,15 +32,19 @@ NUM_CONTEXT_IDS = 8
 class FinishedBranch(NamedTuple):
     """What a branch was asked and what it said.
 
-    `prompt_ids` and `output_ids` are `array('q')` or lists. `output_ids` may end with
-    ids that are not in `answer`: an end-of-sequence token, a stop string.
+    `prompt` is None where the client sent token ids. `prompt_ids` and `output_ids` are
+    `array('q')` or lists. `output_ids` may end with ids that are not in `answer`: an
+    end-of-sequence token, a stop string. `meta` is its metadata as sent, `end` SGLang's
+    finish reason.
     """
 
     rid: str
-    prompt: str
+    prompt: str | None
     answer: str
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    meta: Mapping[str, Any] = MappingProxyType({})
+    end: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def num_tokens(self) -> int:
@@ -55,16 +60,16 @@ def longest_match(
     """
     best, best_rank = None, (0, False)
     for branch in branches:
+        if branch.prompt is None or not branch.answer:
+            continue
         rank = len(branch.prompt) + len(branch.answer), branch.rid == parent
-        if rank >= best_rank and _begins_with(text, branch):
+        if rank >= best_rank and _begins_with(text, branch.prompt, branch.answer):
             best, best_rank = branch, rank
     return best
 
 
-def _begins_with(text: str, branch: FinishedBranch) -> bool:
-    return text.startswith(branch.prompt) and text.startswith(
-        branch.answer, len(branch.prompt)
-    )
+def _begins_with(text: str, prompt: str, answer: str) -> bool:
+    return text.startswith(prompt) and text.startswith(answer, len(prompt))
 
 
 def written_ids(
@@ -116,7 +121,7 @@ def continued_ids(
     Those of the branch, then the rest encoded without special tokens. None where
     that would not be the same text, or where nothing the branch generated is kept.
     """
-    said = text[len(branch.prompt) :]
+    said = text[len(branch.prompt or "") :]
     context = branch.prompt_ids[-NUM_CONTEXT_IDS:]
     count, num_chars = written_ids(context, branch.output_ids, said, decode)
     if count == 0:
@@ -151,19 +156,21 @@ class TokenMemory:
         self.max_tokens, self.ttl_ms = max_tokens, ttl_ms
         self.num_tokens = 0
         self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._group_of: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def remember(self, group: str, branch: FinishedBranch, now_ms: float) -> None:
-        """Keep `branch`; one that has said nothing is not kept."""
+        """Keep `branch`, unless it alone is more than there is room for."""
         self._forget_unused(now_ms)
-        if not branch.answer or branch.num_tokens > self.max_tokens:
+        if branch.num_tokens > self.max_tokens:
             return
         known = self._groups.setdefault(group, _Group())
         self._use(group, now_ms)
         self._drop(known, branch.rid)
         known.branches[branch.rid] = branch
+        self._group_of[branch.rid] = group
         self.num_tokens += branch.num_tokens
         if len(known.branches) > self.max_branches:
             self._drop(known, next(iter(known.branches)))
@@ -183,13 +190,24 @@ class TokenMemory:
             known.branches[found.rid] = known.branches.pop(found.rid)
         return found
 
+    def find(self, rid: str, now_ms: float) -> FinishedBranch | None:
+        """The branch of this request id, if it is still known."""
+        self._forget_unused(now_ms)
+        group = self._group_of.get(rid)
+        if group is None:
+            return None
+        self._use(group, now_ms)
+        return self._groups[group].branches[rid]
+
     def _use(self, group: str, now_ms: float) -> None:
         self._groups[group].used_ms = now_ms
         self._groups.move_to_end(group)
 
     def _drop(self, known: _Group, rid: str) -> None:
         dropped = known.branches.pop(rid, None)
-        self.num_tokens -= dropped.num_tokens if dropped else 0
+        if dropped is not None:
+            self._group_of.pop(rid, None)
+            self.num_tokens -= dropped.num_tokens
 
     def _forget_unused(self, now_ms: float) -> None:
         while self._groups:
@@ -199,7 +217,8 @@ class TokenMemory:
 
     def _forget_oldest_group(self) -> None:
         _, oldest = self._groups.popitem(last=False)
-        self.num_tokens -= sum(b.num_tokens for b in oldest.branches.values())
+        for rid in [*oldest.branches]:
+            self._drop(oldest, rid)
 
     def _make_room(self) -> None:
         while len(self._groups) > self.max_groups:
