@@ -22,6 +22,7 @@ CALLED_KEY = "called_ms"
 ARRIVED_KEY = "arrived_ms"
 # The same: whose group it is.
 SCOPE_KEY = "scope"
+GROUP_HEADER = "x-taper-group"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 # Routers of SGLang keep requests with the same value on one replica.
@@ -48,6 +49,7 @@ class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     priority: float | None = None
+    first_k: int | None = None
 
     def to_wire(self) -> dict[str, Any]:
         return {k: v for k, v in msgspec.to_builtins(self).items() if v is not None}
@@ -96,6 +98,7 @@ _CHECKS = {
     "ttft_slo_ms": lambda f, v: check_positive(f, v, MAX_SLO_MS),
     "tpot_slo_ms": lambda f, v: check_positive(f, v, MAX_SLO_MS),
     "priority": lambda f, v: check_positive(f, v, MAX_PRIORITY),
+    "first_k": lambda f, v: _check_integer(f, v, 1, MAX_WIDTH),
 }
 
 
@@ -111,8 +114,8 @@ def with_metadata(
     return {**params, "custom_params": {**others, CUSTOM_PARAMS_KEY: wire}}
 
 
-# A request that is not a branch may still bring these.
-STANDALONE_KEYS = frozenset({"ttft_slo_ms", "tpot_slo_ms", "priority"})
+# A request that is not a branch may still bring these; the last one for its samples.
+STANDALONE_KEYS = frozenset({"ttft_slo_ms", "tpot_slo_ms", "priority", "first_k"})
 
 
 def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> BranchMeta:
@@ -133,8 +136,46 @@ def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> Branch
         raise FieldError(f"{field}.group", None, "required: the id of the request")
     checked = {k: _CHECKS[k](f"{field}.{k}", v) for k, v in given.items()}
     meta = BranchMeta(**checked)  # type: ignore[arg-type]
-    if meta.branch >= meta.width and "width" in given:
-        raise FieldError(
-            f"{field}.branch", meta.branch, f"less than width={meta.width}"
-        )
+    if "width" in given:
+        if meta.branch >= meta.width:
+            raise FieldError(
+                f"{field}.branch", meta.branch, f"less than width={meta.width}"
+            )
+        check_first_k(meta, meta.width, field)
     return meta
+
+
+def check_first_k(meta: BranchMeta, width: int, field: str) -> None:
+    """Raise FieldError when a fork of `width` branches has no `first_k` of them."""
+    if meta.first_k is not None and meta.first_k > width:
+        accepted = f"at most the number of branches, {width}"
+        raise FieldError(f"{field}.first_k", meta.first_k, accepted)
+
+
+def fork_meta(
+    source: BranchMeta,
+    width: int,
+    stage: int,
+    parent: str | None,
+    *,
+    first_k: int | None = None,
+    field: str = "fork",
+) -> list[BranchMeta]:
+    """Metadata of the `width` children of `source`, which sent `parent` (a rid) last.
+
+    The children are one level deeper and keep group, SLOs and priority. Raises
+    FieldError, below `field`, when `width`, the depth, `stage` or `first_k` leave the
+    range the server accepts.
+    """
+    first = msgspec.structs.replace(
+        source,
+        branch=0,
+        width=width,
+        depth=source.depth + 1,
+        stage=stage,
+        parent=parent,
+        first_k=first_k,
+    )
+    parse_branch_meta(first.to_wire(), field)
+    check_first_k(first, width, field)
+    return [msgspec.structs.replace(first, branch=i) for i in range(width)]

@@ -27,6 +27,7 @@ META_KEYS = {
     "prefix_tokens_evicted",
     "row_aliased",
     "prefill_held_ms",
+    "cancelled_by",
     "deadline_misses",
     "tpot_ms",
 }

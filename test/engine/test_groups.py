@@ -154,3 +154,19 @@ def test_live_groups_are_counted_without_looking_at_all() -> None:
     assert table.num_live_groups == 1
     table.clear()
     assert table.num_live_groups == 0
+
+
+def test_a_fork_is_decided_once_when_its_first_k_have_finished() -> None:
+    table = GroupTable(ttl_s=60)
+    fork = attach(table, group="g", width=3, depth=1, first_k=2).fork
+    assert fork is not None
+    assert [fork.finish_one() for _ in range(3)] == [False, True, False]
+    assert fork.is_decided
+
+
+def test_a_fork_without_first_k_is_never_decided() -> None:
+    table = GroupTable(ttl_s=60)
+    fork = attach(table, group="g", width=2, depth=1).fork
+    assert fork is not None
+    assert [fork.finish_one() for _ in range(2)] == [False, False]
+    assert not fork.is_decided

@@ -349,3 +349,29 @@ def test_a_bad_streaming_request_is_a_400_before_the_stream() -> None:
 
 def test_a_good_streaming_request_is_served() -> None:
     assert serve(generate(params({"group": "g"}), stream=True)) == "streamed"
+
+
+@pytest.mark.parametrize(
+    ("meta", "n", "parts"),
+    [
+        ({"first_k": 4}, 3, ["first_k=4", "branches, 3"]),
+        ({"first_k": 2}, 1, ["first_k=2", "branches, 1"]),
+        ({"first_k": 0}, 3, ["first_k=0", "1 to 4096"]),
+        ({"group": "g", "width": 2, "first_k": 3}, 1, ["first_k=3", "branches, 2"]),
+        ({"group": "g", "first_k": 4}, 3, ["first_k=4", "branches, 3"]),
+    ],
+)
+def test_more_than_all_branches_cannot_be_the_first(
+    meta: dict[str, Any], n: int, parts: list[str]
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        requests.prepare(generate(params(meta, n=n)))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_first_k_of_n_samples_reaches_every_one() -> None:
+    obj = normalised(generate(params({"first_k": 2}, n=3)))
+    metas = [wire(m) for m in sent(obj[0].sampling_params)[1:]]
+    assert [(m["branch"], m["width"], m["first_k"]) for m in metas] == [
+        (i, 3, 2) for i in range(3)
+    ]

@@ -26,6 +26,7 @@ from sglang_taper.engine.pins import PinTable, branch_ended, branch_started
 from sglang_taper.engine.prefix import namespace_of
 from sglang_taper.engine.recorder import Recorder
 from sglang_taper.engine.sharing import note_finish, note_prefill
+from sglang_taper.engine.siblings import Fork
 from sglang_taper.engine.timing import LaunchedStep, MeasuredStep, StepTimer
 from sglang_taper.policy.admission import make_policy, step_kv_tokens
 from sglang_taper.policy.family import subtree
@@ -67,6 +68,8 @@ class BranchController:
         self._in_flight: deque[LaunchedStep] = deque()
         self._planned: StepRecord | None = None
         self._is_settled = True
+        # Forks of which enough branches have finished: the others are to be cancelled.
+        self.decided: list[Fork] = []
 
     # -- requests come and go
 
@@ -92,9 +95,13 @@ class BranchController:
         if not aborted:
             where = (self._page_size, namespace_of(req))
             note_finish(branch, req.origin_input_ids, req.output_ids, *where)
+            if branch.fork is not None and branch.fork.finish_one():
+                self.decided.append(branch.fork)
         self.groups.end(branch, now_ms)
         self.recorder.ended(branch, req, now_ms)
-        branch_ended(self.pins, branch, req, aborted, now_ms)
+        # A request goes on when the server has cancelled branches of it.
+        ended_it = aborted and branch.cancelled_by is None
+        branch_ended(self.pins, branch, req, ended_it, now_ms)
 
     def abort_group(
         self, name: str, now_ms: float, parent: str | None = None

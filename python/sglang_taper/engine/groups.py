@@ -13,6 +13,7 @@ from typing import Any
 from sglang_taper.engine.headers import scope_in, scoped_name
 from sglang_taper.engine.records import BranchRecord
 from sglang_taper.engine.sharing import Seen
+from sglang_taper.engine.siblings import Fork, ForkKey, fork_key
 from sglang_taper.policy.state import BranchState, RequestState
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
@@ -22,35 +23,6 @@ MAX_GROUPS = 65_536
 SWEEP_EVERY_MS = 1000.0
 # Requests and open forks a group remembers; it may go on for days.
 MAX_REMEMBERED = 16_384
-
-
-class Fork:
-    """The siblings of one fork: how many there are to be, which have ended.
-
-    `parent` is the rid of the request they continue, when the client names it.
-    """
-
-    __slots__ = ("ended", "key", "num_live", "parent", "width")
-
-    def __init__(self, meta: BranchMeta) -> None:
-        self.key = fork_key(meta)
-        self.width = meta.width
-        self.parent = meta.parent
-        self.num_live = 0
-        self.ended: set[int] = set()
-
-    @property
-    def is_complete(self) -> bool:
-        """Every sibling has come and ended."""
-        return self.num_live == 0 and len(self.ended) >= self.width
-
-
-ForkKey = tuple[str, int, int, str | None]
-
-
-def fork_key(meta: BranchMeta) -> ForkKey:
-    """Names the fork that made this branch, within its group."""
-    return ("fork", meta.depth, meta.stage, meta.parent)
 
 
 class Group:
@@ -99,6 +71,7 @@ class Branch:
     record: BranchRecord
 
     __slots__ = (
+        "cancelled_by",
         "ended",
         "fork",
         "group",
@@ -129,6 +102,8 @@ class Branch:
         is_sibling = group is not None and meta.width > 1 and not self.is_prefix_only
         self.fork = group.fork_of(meta) if group and is_sibling else None
         self.ended = False
+        # Why the server itself ended it: None, or "first_k".
+        self.cancelled_by: str | None = None
         self.prefilled = False
         # Whether members of the group were asked for what it shares with them.
         self.is_probed = False

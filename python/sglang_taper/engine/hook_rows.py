@@ -60,6 +60,11 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     _override("init_output_streamer", "gives the streamer our controller", "never"),
     _override("get_init_info", "main learns that this rank runs our class", "never"),
     _override(
+        "get_next_batch_to_run",
+        "the siblings of the first k that have finished end before the next step",
+        "SGLang aborts groups",
+    ),
+    _override(
         "get_new_batch_prefill",
         "siblings wait for what one of them computes; a fork is admitted whole",
         "SGLang holds back requests that would compute the same prefix",

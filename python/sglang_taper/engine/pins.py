@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_taper.engine.groups import Branch, Fork, Group
+from sglang_taper.engine.groups import Branch, Group
 from sglang_taper.engine.prefix import PrefixTree, tokens_of
+from sglang_taper.engine.siblings import Fork
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -116,6 +116,7 @@ def describe_branch(branch: Branch, policy: str) -> dict[str, Any]:
         "tokens_copied": branch.num_copied,
         "row_aliased": branch.is_aliased,
         "prefill_held_ms": branch.prefill_held_ms,
+        "cancelled_by": branch.cancelled_by,
         "deadline_misses": request.deadline_misses,
         "tpot_ms": tpot_ms(request),
     }

@@ -31,6 +31,7 @@ from sglang_taper.protocol import (
     META_INFO_KEY,
     SCOPE_KEY,
     BranchMeta,
+    check_first_k,
     parse_branch_meta,
     with_metadata,
 )
@@ -114,12 +115,13 @@ def _meta_in(custom: Mapping[str, Any], field: str) -> BranchMeta:
 def _check_fork(n: Any, meta: BranchMeta, field: str) -> None:
     """Is there room for n siblings one level below? Other n are SGLang's to refuse."""
     if not isinstance(n, int) or n <= 1:
-        return
+        return check_first_k(meta, meta.width, field)
     if n > MAX_WIDTH:
         raise FieldError("n", n, f"an integer from 1 to {MAX_WIDTH}")
     if meta.depth >= MAX_DEPTH:
         accepted = f"less than {MAX_DEPTH} when n is {n}"
         raise FieldError(f"{field}.depth", meta.depth, accepted)
+    return check_first_k(meta, n, field)
 
 
 def assign_groups_hook(_: None, obj: GenerateReqInput) -> None:

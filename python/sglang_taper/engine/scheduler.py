@@ -22,6 +22,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_taper.config import TaperConfig
 from sglang_taper.config import load as load_config
+from sglang_taper.engine import first_k
 from sglang_taper.engine.apply import admit_rows
 from sglang_taper.engine.arrival import checked_metadata, take_metadata
 from sglang_taper.engine.attention import use as attention
@@ -113,6 +114,8 @@ class TaperScheduler(Scheduler):
         )
         if arrives_aborted(req.taper, called_ms):
             req.to_finish = FINISH_ABORT()
+        elif first_k.is_unwanted(req):
+            first_k.end_with_next_pass(req)
         return req
 
     def send_abort_output(self, abort_req: AbortReq, req: Any) -> None:
@@ -150,6 +153,12 @@ class TaperScheduler(Scheduler):
             self.taper.settle()
 
     # -- prefill
+
+    def get_next_batch_to_run(self, *args: Any, **kwargs: Any) -> NextBatchPlan:
+        # Here every request waits, or is in one of two batches.
+        if self.taper.decided:
+            first_k.cancel_unwanted(self, self._taper_requests())
+        return super().get_next_batch_to_run(*args, **kwargs)
 
     def get_prefill_adder_class(self) -> Any:
         if not self.is_generation:

@@ -13,7 +13,7 @@ from sglang_taper.protocol import (
     CUSTOM_PARAMS_KEY,
     ROUTING_KEY_HEADER,
     BranchMeta,
-    parse_branch_meta,
+    fork_meta,
     with_metadata,
 )
 
@@ -59,26 +59,6 @@ def joined(prompt: Prompt, suffix: Prompt) -> Prompt:
     if isinstance(prompt, str) or isinstance(suffix, str):
         raise TypeError("prompt and suffixes must both be text or both be token ids")
     return [*prompt, *suffix]
-
-
-def fork_meta(
-    source: BranchMeta, width: int, stage: int, parent: str | None
-) -> list[BranchMeta]:
-    """Metadata of the `width` children of `source`, which sent `parent` (a rid) last.
-
-    The children are one level deeper and keep group, SLOs and priority. Raises
-    FieldError when `width`, the depth or `stage` leave the range the server accepts.
-    """
-    first = replace(
-        source,
-        branch=0,
-        width=width,
-        depth=source.depth + 1,
-        stage=stage,
-        parent=parent,
-    )
-    parse_branch_meta(first.to_wire(), "fork")
-    return [replace(first, branch=i) for i in range(width)]
 
 
 class Branch:
