@@ -68,7 +68,7 @@ RULES = {
     "frontend/endpoint.py": Rule("protocol", "msgspec sglang.lang"),
     "engine": Rule(
         "root changes config errors models ops platform policy probe protocol",
-        "fastapi msgspec numpy orjson requests sglang starlette torch",
+        "fastapi msgspec numpy orjson pydantic requests sglang starlette torch",
         "prometheus_client",
     ),
     "workload": Rule("errors", "msgspec"),

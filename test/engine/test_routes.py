@@ -262,6 +262,19 @@ def test_control_routes_need_the_admin_key_where_there_is_one(
     assert [status("user"), status("admin")] == [401, 200]
 
 
+def test_a_fork_needs_the_key_that_generate_needs(manager: Manager) -> None:
+    app = make_app()
+    add_api_key_middleware(app, api_key="user", admin_api_key="admin")
+    client = TestClient(app)
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return client.post("/fork", json={}, headers=headers).status_code
+
+    # With the right one it comes as far as its body, which is not acceptable.
+    assert [status("other"), status("admin"), status("user")] == [401, 401, 400]
+
+
 def test_installing_twice_adds_nothing() -> None:
     app = make_app()
     before = len(app.router.routes)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from array import array
 
 from sglang_taper.engine.groups import Branch, GroupTable
-from sglang_taper.engine.sharing import common_prefix, note_finish, note_prefill
+from sglang_taper.engine.sharing import (
+    common_prefix,
+    note_finish,
+    note_prefill,
+    num_distinct,
+)
 from sglang_taper.policy.types import PolicyParams
 from sglang_taper.protocol import BranchMeta
 
@@ -78,3 +83,11 @@ def test_common_prefix_of_anything() -> None:
     assert common_prefix(ids(1, 2), ids(1, 2)) == 2
     assert common_prefix(ids(1, 2), ids(1, 2, 3)) == 2
     assert common_prefix(ids(5), ids(1)) == 0
+
+
+def test_tokens_that_prompts_begin_with_count_once() -> None:
+    prompts = [ids(1, 2, 3, 4), ids(1, 2, 9), ids(1, 2, 3, 5), ids(7)]
+    # 1 2 3 4 / 5 / 9 / 7
+    assert num_distinct(prompts) == 7
+    assert num_distinct([ids(1, 2)] * 3) == 2
+    assert num_distinct([]) == 0

@@ -55,12 +55,14 @@ def install_routes(app: FastAPI) -> None:
     if getattr(app.state, "taper_routes", False):
         return
     app.state.taper_routes = True
-    # Imported here: those routes ask through `ask`.
+    # Imported here: those routes ask through `ask`, or answer as these do.
+    from sglang_taper.engine.fork_api.route import install_fork
     from sglang_taper.engine.watch import add_watch_routes
 
     add_watch_routes(app)
     app.add_api_route("/taper/state", get_state, methods=["GET"])
     app.add_api_route("/taper/policy", set_policy, methods=["POST"], **_policy_docs())
+    install_fork(app)
     abort = next((r for r in app.router.routes if _path(r) == ABORT_PATH), None)
     if abort is None:
         raise HookError(f"SGLang's server has no route {ABORT_PATH}")

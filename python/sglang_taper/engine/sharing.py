@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -87,3 +88,11 @@ def common_prefix(left: Any, right: Any) -> int:
     two = np.frombuffer(right, dtype=np.int64, count=length)
     different = np.flatnonzero(one != two)
     return int(different[0]) if different.size else length
+
+
+def num_distinct(prompts: Iterable[Any]) -> int:
+    """Tokens of these prompts (each an `array('q')`), where what several of them begin
+    with counts once: the tokens of their tree."""
+    ordered = sorted(prompts)
+    repeated = sum(common_prefix(left, right) for left, right in pairwise(ordered))
+    return sum(map(len, ordered)) - repeated
