@@ -86,7 +86,7 @@ def test_bins_cover_every_value_in_order() -> None:
 def answer(state: dict, status: int = 200) -> dict:
     async def ask() -> dict:
         client = TaperClient("http://server")
-        client._http = httpx.AsyncClient(
+        client._connection._http = httpx.AsyncClient(
             base_url="http://server",
             transport=httpx.MockTransport(lambda _: httpx.Response(status, json=state)),
         )

@@ -13,37 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from sglang_taper.errors import TaperError
 from sglang_taper.frontend.branch import (
     COMMIT_MIN_CHARS,
     Prompt,
-    fork_meta,
     joined,
     new_group,
     new_rid,
-    routing_headers,
     with_branch,
 )
-from sglang_taper.protocol import BranchMeta
-
-# An idle connection is used again for so long. SGLang closes it after five seconds,
-# and a request that meets the closing fails.
-IDLE_S = 2.0
-
-
-class ServerError(TaperError):
-    """The server did not do what it was asked; `status` is None without an answer."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+from sglang_taper.frontend.connection import Connection, ServerError
+from sglang_taper.frontend.server_fork import (
+    ForkEvents,
+    ForkResult,
+    Part,
+    WhatToCancel,
+    fork_body,
+)
+from sglang_taper.protocol import BranchMeta, fork_meta
 
 
 @dataclass(frozen=True)
@@ -68,14 +58,7 @@ class TaperClient:
         self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
         """Sends nothing yet. `timeout_s` is the longest silence of the server."""
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-        self._http = httpx.AsyncClient(
-            base_url=base_url.rstrip("/"),
-            headers=headers,
-            timeout=timeout_s,
-            # httpx queues from 100 connections on, which would hold branches back.
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),
-        )
+        self._connection = Connection(base_url, api_key, timeout_s)
 
     async def __aenter__(self) -> TaperClient:
         return self
@@ -85,7 +68,7 @@ class TaperClient:
 
     async def close(self) -> None:
         """Close all connections; the server aborts what they were waiting for."""
-        await self._http.aclose()
+        await self._connection.close()
 
     async def generate(
         self,
@@ -100,7 +83,8 @@ class TaperClient:
         `meta` makes the request a branch, or gives it SLOs; `rid` names it for `abort`.
         """
         body = _body(prompt, sampling_params, meta, rid)
-        return dict((await self._send("POST", "/generate", body)).json())
+        answer: dict[str, Any] = await self._send("POST", "/generate", body)
+        return answer
 
     async def generate_stream(
         self,
@@ -131,17 +115,11 @@ class TaperClient:
     async def _events(
         self, body: Mapping[str, Any], branch: int
     ) -> AsyncIterator[StreamEvent]:
-        position, key = 0, routing_headers(body)
-        with _reporting_transport_errors():
-            stream = self._http.stream("POST", "/generate", json=body, headers=key)
-            async with stream as response:
-                if response.is_error:
-                    await response.aread()
-                _raise_for_status(response)
-                async for chunk in _server_sent_events(response):
-                    text = chunk["text"][position:]
-                    position += len(text)
-                    yield StreamEvent(branch, body["rid"], text, chunk["meta_info"])
+        position = 0
+        async for chunk in self._connection.events("/generate", body):
+            text = chunk["text"][position:]
+            position += len(text)
+            yield StreamEvent(branch, body["rid"], text, chunk["meta_info"])
 
     @contextlib.asynccontextmanager
     async def fork(
@@ -197,6 +175,45 @@ class TaperClient:
             queue.put_nowait(error)
         queue.put_nowait(None)
 
+    async def fork_once(
+        self,
+        prompt: Prompt | Mapping[str, Any],
+        branches: Sequence[Part],
+        sampling_params: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> ForkResult:
+        """One `POST /fork`: all branches, and the join, once they have ended.
+
+        `prompt` is text, token ids, `{"messages": [...]}` or `{"rid": ...}`. A branch
+        is what it adds (text or ids) or an object of the route; `fields` are other keys
+        of its body, as `join=` and `first_k=` (docs/fork_api.md).
+        """
+        body = fork_body(prompt, branches, sampling_params, fields)
+        return ForkResult(**await self._send("POST", "/fork", body))
+
+    @contextlib.asynccontextmanager
+    async def fork_stream(
+        self,
+        prompt: Prompt | Mapping[str, Any],
+        branches: Sequence[Part],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        cancel: WhatToCancel | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[ForkEvents]:
+        """`fork_once`, giving an iterator over the events of all branches as they come.
+
+        After each event `cancel` is shown what every branch has written so far, and
+        the branches whose indices it returns are cancelled. Leaving the block closes
+        the stream, and the server aborts what is unfinished. The server must stream
+        the text so far, as for `generate_stream`.
+        """
+        body = fork_body(prompt, branches, sampling_params, fields) | {"stream": True}
+        async with contextlib.aclosing(
+            self._connection.events("/fork", body)
+        ) as received:
+            yield ForkEvents(received, body["branches"], self.abort, cancel)
+
     async def abort(self, rid: str) -> None:
         """Abort the request `rid`; nothing happens if the server does not know it."""
         await self._send("POST", "/abort_request", {"rid": rid})
@@ -207,26 +224,21 @@ class TaperClient:
 
     async def state(self) -> dict[str, Any]:
         """The policy, its counters and the latency model (`GET /taper/state`)."""
-        return dict((await self._send("GET", "/taper/state")).json())
+        state: dict[str, Any] = await self._send("GET", "/taper/state")
+        return state
 
     async def set_policy(self, **settings: Any) -> dict[str, Any]:
         """Change `policy`, `cap`, `rho`, `deadline`, `utility` or a default SLO.
 
         They hold from one decode step on; returns the state then in force.
         """
-        response = await self._send("POST", "/taper/policy", settings)
-        return dict(response.json())
+        state: dict[str, Any] = await self._send("POST", "/taper/policy", settings)
+        return state
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
-        headers = routing_headers(body)
-        with _reporting_transport_errors():
-            response = await self._http.request(
-                method, path, json=body, headers=headers
-            )
-        _raise_for_status(response)
-        return response
+    ) -> Any:
+        return await self._connection.send(method, path, body)
 
 
 def _body(
@@ -240,21 +252,6 @@ def _body(
     return {**asked, "sampling_params": params, "rid": rid or new_rid()}
 
 
-async def _server_sent_events(
-    response: httpx.Response,
-) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        payload = line.removeprefix("data:").strip()
-        if payload == "[DONE]":
-            return
-        chunk = json.loads(payload)
-        if "error" in chunk:
-            raise ServerError(_message(chunk), chunk["error"].get("code"))
-        yield chunk
-
-
 async def _drained(
     queue: asyncio.Queue[StreamEvent | Exception | None], num_open: int
 ) -> AsyncIterator[StreamEvent]:
@@ -266,30 +263,3 @@ async def _drained(
             raise item
         else:
             yield item
-
-
-@contextlib.contextmanager
-def _reporting_transport_errors() -> Iterator[None]:
-    try:
-        yield
-    except httpx.TransportError as error:
-        reason = str(error) or type(error).__name__
-        raise ServerError(f"no answer from {error.request.url}: {reason}") from error
-
-
-def _raise_for_status(response: httpx.Response) -> None:
-    if response.is_error:
-        try:
-            message = _message(response.json())
-        except json.JSONDecodeError:
-            message = response.text or response.reason_phrase
-        raise ServerError(message, response.status_code)
-
-
-def _message(answer: Any) -> str:
-    """The message in any of the forms SGLang's routes answer errors with."""
-    if isinstance(answer, Mapping):
-        for key in ("error", "message", "detail"):
-            if key in answer:
-                return _message(answer[key])
-    return str(answer)
