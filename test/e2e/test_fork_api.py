@@ -315,6 +315,20 @@ def test_a_running_request_is_forked_by_its_id(taper_server: Server) -> None:
     wait_for(lambda: taper_server.state()["num_live_groups"] == 0)
 
 
+def test_a_request_of_another_credential_is_not_known(taper_server: Server) -> None:
+    def forked(rid: str, key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = call({"rid": rid}, [" Then"])
+        return taper_server.post("/fork", body, headers=headers).status_code
+
+    for owner, others in (("mine", ("yours", "")), ("", ("yours",))):
+        headers = {"Authorization": f"Bearer {owner}"} if owner else {}
+        answer = taper_server.post("/fork", call(STORY, [" A"]), headers=headers)
+        rid = answer.json()["branches"][0]["rid"]
+        assert {forked(rid, other) for other in others} == {400}
+        assert forked(rid, owner) == 200
+
+
 def test_a_branch_of_a_fork_is_forked_again(taper_server: Server) -> None:
     first = fork(taper_server, call(STORY, [" A", " B"]))
     rid = first["branches"][1]["rid"]

@@ -11,7 +11,8 @@ import pytest
 from recorder import Recorder, meta_of
 
 from sglang_taper.errors import FieldError
-from sglang_taper.frontend.client import IDLE_S, ServerError, TaperClient
+from sglang_taper.frontend.client import ServerError, TaperClient
+from sglang_taper.frontend.connection import IDLE_S
 from sglang_taper.protocol import BranchMeta, parse_branch_meta
 
 LONG = "A prefix that is long enough to be worth a request of its own. " * 2

@@ -12,7 +12,6 @@ import httpx
 from sglang_taper.errors import TaperError
 from sglang_taper.frontend.branch import routing_headers
 
-
 # An idle connection is used again for so long. SGLang closes it after five seconds,
 # and a request that meets the closing fails.
 IDLE_S = 2.0

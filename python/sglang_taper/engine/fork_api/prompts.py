@@ -17,10 +17,11 @@ from sglang.srt.entrypoints.openai.protocol import TokenizeRequest, TokenizeResp
 
 from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.engine.fork_api.schema import Continuation, ForkRequest
+from sglang_taper.engine.headers import scope_of
 from sglang_taper.engine.token_ids import group_meta, memory_of, prompt_ids_of
 from sglang_taper.engine.token_memory import NUM_CONTEXT_IDS, coder, written_ids
 from sglang_taper.errors import FieldError
-from sglang_taper.protocol import BranchMeta, parse_branch_meta
+from sglang_taper.protocol import SCOPE_KEY, BranchMeta, parse_branch_meta
 
 Piece = str | Sequence[int]
 SOURCES = ("text", "input_ids", "messages", "rid")
@@ -47,7 +48,7 @@ async def source_of(body: ForkRequest, manager: Any, request: Request) -> Source
     if body.rid is not None:
         if body.group is not None:
             raise FieldError("body.group", body.group, "absent where rid is given")
-        return _known_request(body.rid, slos, manager)
+        return _known_request(body.rid, slos, manager, scope_of(request.headers))
     meta = _new_meta(slos, body.group)
     if body.messages is not None:
         return Source((await _ids_of_chat(body.messages, request),), meta)
@@ -83,23 +84,26 @@ async def _ids_of_chat(
     return list(answer.tokens)
 
 
-def _known_request(rid: str, slos: Mapping[str, Any], manager: Any) -> Source:
+def _known_request(
+    rid: str, slos: Mapping[str, Any], manager: Any, scope: str
+) -> Source:
+    """A request that came with the same credential: others' ids are unknown ones."""
     state = manager.rid_to_state.get(rid)
-    if state is not None and (prompt := prompt_ids_of(state.obj)) is not None:
-        meta = group_meta(state.obj)
-        ids = (*prompt, *state.output_ids)
-        return Source((ids,), _meta_of(meta, slos) if meta else _new_meta(slos), rid)
     found = memory_of(manager).find(rid, monotonic_ms())
-    if found is None:
-        raise FieldError(
-            "body.rid",
-            rid,
-            "the id of a request that runs, or of a finished one with a group",
-        )
-    before, said = found.prompt_ids, found.output_ids
-    said = written_before_end(manager, before, said, found.answer, found.end)
-    ids = (*before, *said)
-    return Source((ids,), _meta_of(found.meta, slos), rid)
+    if state is not None and getattr(state.obj, "taper_scope", None) == scope:
+        if (prompt := prompt_ids_of(state.obj)) is not None:
+            meta = group_meta(state.obj)
+            place = _meta_of(meta, slos) if meta else _new_meta(slos)
+            return Source(((*prompt, *state.output_ids),), place, rid)
+    elif found is not None and found.meta.get(SCOPE_KEY, "") == scope:
+        before, said = found.prompt_ids, found.output_ids
+        said = written_before_end(manager, before, said, found.answer, found.end)
+        return Source(((*before, *said),), _meta_of(found.meta, slos), rid)
+    raise FieldError(
+        "body.rid",
+        rid,
+        "the id of a request that runs, or of a finished one of a group",
+    )
 
 
 def _meta_of(sent: Mapping[str, Any], slos: Mapping[str, Any]) -> BranchMeta:
