@@ -16,6 +16,8 @@ from typing import Any
 
 import requests
 
+from sglang_taper.server_process import end_with_parent
+
 # Exactly the same arithmetic whatever the batch: greedy outputs can be compared.
 EXACT = ("--dtype", "float32")
 START_TIMEOUT_S = 420
@@ -102,6 +104,8 @@ def running_server(
         stderr=subprocess.STDOUT,
         env={**os.environ, **(env or {})},
         start_new_session=True,
+        # A test run that is killed leaves no server behind.
+        preexec_fn=end_with_parent,
     )
     os.close(handle)
     server = Server(f"http://127.0.0.1:{port}", process, Path(name))

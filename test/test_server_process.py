@@ -73,6 +73,26 @@ def test_children_are_ended_when_the_server_itself_is_gone(start):
     assert server.log.exists()
 
 
+# A command that has started a server, says so, and waits.
+COMMAND = """
+import subprocess, sys, time
+from sglang_taper.server_process import end_with_parent
+child = [sys.executable, "-c", "import time; time.sleep(600)"]
+server = subprocess.Popen(child, start_new_session=True, preexec_fn=end_with_parent)
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_ends_with_a_command_that_is_killed():
+    python = [sys.executable, "-c", COMMAND]
+    with subprocess.Popen(python, stdout=subprocess.PIPE) as command:
+        session = int(command.stdout.readline())
+        assert len(session_members(session)) == 1
+        command.kill()
+    wait_until(lambda: session_members(session) == {}, 5)
+
+
 def test_a_server_that_ends_at_start_is_reported_with_the_end_of_its_log(start):
     server = start("print('no such model'); raise SystemExit(2)")
     with pytest.raises(ServerEnded, match=r"ended with 2 .*\n  no such model"):

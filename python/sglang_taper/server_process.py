@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -26,6 +27,18 @@ POLL_S = 0.2
 TERMINATE_S = 8
 KILL_S = 10
 SHOWN_LOG_LINES = 15
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """In a child before `exec`: SIGKILL when its parent ends, however that ends.
+
+    The processes of SGLang's server do the same. Linux means the thread that started
+    the child, so that one has to stay; elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ServerProcess:
@@ -59,6 +72,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         finally:
             os.close(handle)
