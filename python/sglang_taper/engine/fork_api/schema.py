@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.openai.protocol import UsageInfo
 from sglang_taper.protocol import GROUP_PATTERN, MAX_RID_LENGTH, MAX_SLO_MS, MAX_WIDTH
 
 # Shown only: they are checked, with their whole range, by `protocol`.
-_SLO = {"exclusiveMinimum": 0, "maximum": MAX_SLO_MS}
+_SLO: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": MAX_SLO_MS}
 _PARAMS = (
     "SGLang's sampling parameters, as on /generate: max_new_tokens, temperature, stop, "
     "json_schema, regex, sampling_seed, ...; not n and not beam_width."
