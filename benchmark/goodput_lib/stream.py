@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 
 from sglang_taper.frontend.branch import new_rid, with_branch
-from sglang_taper.frontend.client import IDLE_S
+from sglang_taper.frontend.connection import IDLE_S
 from sglang_taper.protocol import META_INFO_KEY, BranchMeta
 
 _END = b"[DONE]"
