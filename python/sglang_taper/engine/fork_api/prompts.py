@@ -90,7 +90,7 @@ def _known_request(
     """A request that came with the same credential: others' ids are unknown ones."""
     state = manager.rid_to_state.get(rid)
     found = memory_of(manager).find(rid, monotonic_ms())
-    if state is not None and getattr(state.obj, "taper_scope", None) == scope:
+    if state is not None and _owner_of(state.obj) == scope:
         if (prompt := prompt_ids_of(state.obj)) is not None:
             meta = group_meta(state.obj)
             place = _meta_of(meta, slos) if meta else _new_meta(slos)
@@ -104,6 +104,17 @@ def _known_request(
         rid,
         "the id of a request that runs, or of a finished one of a group",
     )
+
+
+def _owner_of(obj: Any) -> str | None:
+    """Whose a live request is; None where that is not known, which is nobody's here.
+
+    SGLang makes an object of its own of each sample and each item of a batch: only
+    their metadata is carried over.
+    """
+    if (meta := group_meta(obj)) is not None:
+        return str(meta.get(SCOPE_KEY, ""))
+    return getattr(obj, "taper_scope", None)
 
 
 def _meta_of(sent: Mapping[str, Any], slos: Mapping[str, Any]) -> BranchMeta:
