@@ -107,6 +107,12 @@ def secret_requests(group: str) -> Iterator[tuple[str, Any]]:
     yield "/generate", {"text": 2000 * text, "sampling_params": sampling}
     bad = {"custom_params": {"taper": {"group": "a b"}}}
     yield "/generate", {"text": text, "sampling_params": bad}
+    branches = [{"text": f" {SECRET}:"}, {}]
+    short = {"max_new_tokens": 6}
+    yield "/fork", {"text": text, "branches": branches, "sampling_params": short}
+    yield "/fork", {"text": text, "branches": [{"text": SECRET, "no_such_key": 1}]}
+    yield "/fork", {"messages": [{"role": "user", "content": [text]}], "branches": [{}]}
+    yield "/fork", {"text": text, "rid": SECRET, "branches": [{}]}
     openai: dict[str, Any] = {"model": "smollm2", "max_tokens": 6, **meta}
     messages = [{"role": "user", "content": text}]
     yield "/v1/completions", {"prompt": text, "n": 2, **openai}
