@@ -3,6 +3,8 @@
 TaperError
 ├── FieldError            a value from outside is not acceptable (HTTP 400, exit code 2)
 │   └── UnsupportedMode   the server was asked for a mode we refuse
+├── FrontEndError         the program of a front end failed (HTTP 400)
+├── ExtensionError        a policy or front end of the user's can not be had
 ├── HookError             SGLang is not what our hooks were written against
 ├── ServerProcessError    a server we started does not serve, or can not be ended
 │   └── ServerEnded       it is gone
@@ -42,6 +44,17 @@ class FieldError(TaperError, ValueError):
 
 class UnsupportedMode(FieldError):
     """A mode of SGLang that branch policies do not work with, refused at start-up."""
+
+
+class FrontEndError(TaperError, ValueError):
+    """A front end failed on a request. A ValueError: SGLang answers 400 with it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"front end {name} failed: {reason}")
+
+
+class ExtensionError(TaperError):
+    """An entry point for a policy or a front end is not what it must be."""
 
 
 class HookError(TaperError):
