@@ -55,6 +55,8 @@ RULES = {
     "ranges": Rule(standard=PURE_LIBRARY),
     "config": Rule("errors policy ranges"),
     "changes": Rule("config errors policy ranges", "msgspec"),
+    "front_ends": Rule("errors protocol", "msgspec", standard=PURE_LIBRARY),
+    "extensions": Rule("errors front_ends policy"),
     "ops": Rule("errors kernels", "msgspec numpy torch triton"),
     "ops/segments.py": Rule("errors", "msgspec", standard=PURE_LIBRARY),
     "ops/work_list.py": Rule("errors", "msgspec numpy"),
@@ -67,7 +69,8 @@ RULES = {
     # the one module that needs SGLang; the package is imported without it
     "frontend/endpoint.py": Rule("protocol", "msgspec sglang.lang"),
     "engine": Rule(
-        "root changes config errors models ops platform policy probe protocol",
+        "root changes config errors extensions front_ends models ops platform policy "
+        "probe protocol",
         "fastapi msgspec numpy orjson pydantic requests sglang starlette torch",
         "prometheus_client",
     ),
@@ -92,7 +95,7 @@ RULES = {
     "__init__": Rule("frontend"),
     "bootstrap": Rule(),
     "explain": Rule("errors", lazily="httpx"),
-    "cli": Rule("root calibrate demo engine errors explain sim"),
+    "cli": Rule("root calibrate demo engine errors explain extensions sim"),
     "launch_server": Rule("engine", lazily="sglang"),
 }
 
@@ -245,6 +248,8 @@ LIGHT_MODULES = (
     "",
     ".config",
     ".policy.admission",
+    ".front_ends.registry",
+    ".extensions",
     ".frontend",
     ".frontend.client",
     ".models",

@@ -8,6 +8,7 @@ import msgspec
 
 from sglang_taper.changes import parse_policy
 from sglang_taper.errors import FieldError
+from sglang_taper.extensions import load_extensions
 from sglang_taper.policy.admission import make_policy
 from sglang_taper.sim.sweep import SLO_BLIND
 
@@ -36,6 +37,7 @@ def parse_policies(text: str) -> list[Contender]:
 
     Parameters follow a colon, separated by colons or commas; `cap:2` is `cap:cap=2`.
     """
+    load_extensions()
     names: list[str] = []
     for piece in text.split(","):
         if names and "=" in piece.partition(":")[0]:

@@ -119,8 +119,10 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    from sglang_taper.extensions import load_extensions
     from sglang_taper.sim.command import run_command
 
+    load_extensions()
     return run_command(args)
 
 

@@ -18,6 +18,7 @@ from sglang_taper.engine.attention.choice import refused_attention
 from sglang_taper.engine.hooks import Role
 from sglang_taper.engine.refusals import refused
 from sglang_taper.errors import FieldError, TaperError, UnsupportedMode
+from sglang_taper.extensions import load_extensions
 from sglang_taper.models import resolve_model_path
 from sglang_taper.policy.admission import policy_names
 from sglang_taper.policy.attention_profile import measured_from_profile
@@ -108,6 +109,7 @@ def activate(cli: Mapping[str, object]) -> TaperConfig:
     config = settings.load(cli, _user_environment(), defaults)
     _export(config)
     if config.enabled:
+        load_extensions()
         _check_policy(config.branch_policy)
         if config.latency_profile is not None:
             StepLatencyModel.from_profile(

@@ -17,7 +17,8 @@ from sglang_taper import config as settings
 from sglang_taper.engine import compat
 from sglang_taper.engine.attention_rows import CPU_ATTENTION_HOOKS, CUDA_ATTENTION_HOOKS
 from sglang_taper.engine.hooks import HOOKS, Hook, Kind, Role
-from sglang_taper.errors import HookError, TaperError
+from sglang_taper.errors import ExtensionError, HookError, TaperError
+from sglang_taper.extensions import load_extensions
 
 _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
@@ -39,6 +40,8 @@ def register() -> None:
     """Install what this process needs. Exits with code 2 when that fails."""
     try:
         _register(current_role())
+    except ExtensionError as error:
+        exit_with(str(error))
     except TaperError as error:
         exit_with(
             f"{error}. The branch policies can not run; install "
@@ -71,6 +74,8 @@ def _register(role: Role | None) -> None:
     if role is Role.MAIN:
         install(Role.MAIN)
     enabled = settings.load().enabled
+    if enabled:
+        load_extensions()
     if enabled and role is Role.SCHEDULER:
         install(Role.SCHEDULER)
     if enabled and role is Role.MAIN and _TOKENIZER_MODULE in sys.modules:
