@@ -27,6 +27,7 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 # Routers of SGLang keep requests with the same value on one replica.
 ROUTING_KEY_HEADER = "x-smg-routing-key"
+FRONT_END_HEADER = "x-front-end"
 
 GROUP_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 MAX_WIDTH = 4096
@@ -35,6 +36,7 @@ MAX_STAGE = 1_000_000
 MAX_SLO_MS = 86_400_000.0
 MAX_PRIORITY = 1_000_000.0
 MAX_RID_LENGTH = 256
+MAX_NAME_LENGTH = 64
 
 
 class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +52,7 @@ class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     tpot_slo_ms: float | None = None
     priority: float | None = None
     first_k: int | None = None
+    front_end: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
         return {k: v for k, v in msgspec.to_builtins(self).items() if v is not None}
@@ -88,6 +91,12 @@ def _check_parent(field: str, value: object) -> str:
     return value
 
 
+def _check_name(field: str, value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME_LENGTH:
+        raise FieldError(field, value, f"a name of 1 to {MAX_NAME_LENGTH} characters")
+    return value
+
+
 _CHECKS = {
     "group": _check_group,
     "branch": lambda f, v: _check_integer(f, v, 0, MAX_WIDTH - 1),
@@ -99,6 +108,7 @@ _CHECKS = {
     "tpot_slo_ms": lambda f, v: check_positive(f, v, MAX_SLO_MS),
     "priority": lambda f, v: check_positive(f, v, MAX_PRIORITY),
     "first_k": lambda f, v: _check_integer(f, v, 1, MAX_WIDTH),
+    "front_end": _check_name,
 }
 
 
@@ -114,8 +124,10 @@ def with_metadata(
     return {**params, "custom_params": {**others, CUSTOM_PARAMS_KEY: wire}}
 
 
-# A request that is not a branch may still bring these; the last one for its samples.
-STANDALONE_KEYS = frozenset({"ttft_slo_ms", "tpot_slo_ms", "priority", "first_k"})
+# A request that is not a branch may still bring these; `first_k` for its samples.
+STANDALONE_KEYS = frozenset(
+    {"ttft_slo_ms", "tpot_slo_ms", "priority", "first_k", "front_end"}
+)
 
 
 def parse_branch_meta(raw: object, field: str = "custom_params.taper") -> BranchMeta:

@@ -81,12 +81,30 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         id="request-metadata",
         target=f"{_TOK}.generate_request",
+        kind=Kind.AROUND,
+        role=Role.TOKENIZER,
+        function=f"{_ENGINE}.front_end_driver:generate_request_hook",
+        why="metadata and SLO headers are checked before SGLang normalises the "
+        "request; an error here is a 400 on every route. AROUND because a request "
+        "that names a front end is answered by several",
+        removable_when="a request-validation extension point sees HTTP headers, and "
+        "SGLang serves programs",
+    ),
+    Hook(
+        id="front-end-abort",
+        target=f"{_TOK}.abort_request",
         kind=Kind.BEFORE,
         role=Role.TOKENIZER,
-        function=f"{_ENGINE}.requests:prepare_request_hook",
-        why="metadata and SLO headers are checked before SGLang normalises the "
-        "request; an error here is a 400 on every route",
-        removable_when="a request-validation extension point sees HTTP headers",
+        function=f"{_ENGINE}.front_end_driver:abort_program_hook",
+        why="SGLang knows the requests of the parts, the client that of the whole",
+        removable_when="SGLang aborts groups",
+    ),
+    relied_on(
+        id="prompt-tokens",
+        target=f"{_TOK}._tokenize_texts",
+        role=Role.TOKENIZER,
+        why="the ids that SGLang itself would give the text of a prompt",
+        removable_when="SGLang has a public function for it",
     ),
     Hook(
         id="request-groups",

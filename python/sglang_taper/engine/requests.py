@@ -176,7 +176,7 @@ def _fork(params: Any, width: int) -> Any:
 def prepare_request_hook(
     manager: Any, obj: Any, request: Request | None = None
 ) -> None:
-    """BEFORE `TokenizerManager.generate_request`, which all routes and Engine enter."""
+    """Before `generate_request`, unless a front end serves it: metadata is checked."""
     if isinstance(obj, GenerateReqInput):
         prepare(obj, getattr(request, "headers", None))
 
@@ -190,7 +190,11 @@ async def refuse_before_stream_hook(
 
     A streaming /generate has sent its status before `generate_request` is entered.
     """
+    # Built on this module.
+    from sglang_taper.engine.front_end_requests import check_front_end
+
     try:
+        check_front_end(obj, request.headers)
         prepare(obj, request.headers)
     except FieldError as error:
         return JSONResponse({"error": {"message": str(error)}}, status_code=400)

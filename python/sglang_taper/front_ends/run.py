@@ -34,8 +34,9 @@ class _Heard:
         self.finish_reason: FinishReason | None = None
 
     def said(self) -> Said:
-        matched = (self.finish_reason or {}).get("matched")
-        stopped_by = matched if matched in self.part.stop else None
+        # By the text: SGLang may miss a stop text that was written in short tokens.
+        ends = (stop for stop in self.part.stop if self.text.endswith(stop))
+        stopped_by = next(ends, None)
         tail = "" if stopped_by is not None else self.part.tail
         return Said(self.text, tuple(self.ids), stopped_by, tail)
 

@@ -40,7 +40,7 @@ class Said(msgspec.Struct, frozen=True):
     """What a part has generated.
 
     `ids` without the token that ended it, if one did. `stopped_by` is the text in
-    `Part.stop` that ended it. `tail` is that of the part, empty where not needed.
+    `Part.stop` that it ends with. `tail` is that of the part, empty where not needed.
     """
 
     text: str
