@@ -43,7 +43,7 @@ def test_every_command_is_on_the_page(generator: ModuleType) -> None:
 def test_what_is_accepted_comes_from_the_checks(generator: ModuleType) -> None:
     rows = "\n".join([*generator.metadata(), *generator.changes()])
     assert "| `branch` | `0` | an integer from 0 to 4095 |" in rows
-    assert "| `x-front-end` | `front_end` |" in rows
+    assert "| `x-taper-front-end` | `front_end` |" in rows
     assert "| `rho` | `None` | at least 0 and at most 1 |" in rows
     assert "| `cap` | `2` | at least 1 and at most 4096 |" in rows
     assert "| `policy` | `taper` | one of cap, eager, " in rows

@@ -27,7 +27,7 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 # Routers of SGLang keep requests with the same value on one replica.
 ROUTING_KEY_HEADER = "x-smg-routing-key"
-FRONT_END_HEADER = "x-front-end"
+FRONT_END_HEADER = "x-taper-front-end"
 
 GROUP_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 MAX_WIDTH = 4096

@@ -141,7 +141,7 @@ def test_a_stream_is_in_order_and_says_what_each_branch_writes(server: Server) -
 def test_openai_clients_name_it_in_a_header(server: Server) -> None:
     body = {"model": "smollm2", "prompt": IN_THE_MIDDLE, "temperature": 0}
     body["max_tokens"] = SAMPLING["max_new_tokens"]
-    headers = {"x-front-end": "threadweaver"}
+    headers = {"x-taper-front-end": "threadweaver"}
     whole = server.post("/v1/completions", body, headers=headers).json()
     expected = server.generate(body_for("threadweaver", IN_THE_MIDDLE))
     assert whole["choices"][0]["text"] == expected["text"]

@@ -17,7 +17,7 @@ from sglang_taper.front_ends import registry
 from sglang_taper.front_ends.types import Part
 from sglang_taper.protocol import MAX_DEPTH, BranchMeta
 
-HEADERS = {"x-front-end": "threadweaver"}
+HEADERS = {"x-taper-front-end": "threadweaver"}
 
 
 def request(

@@ -1,7 +1,7 @@
 """A request for a front end: what is accepted, and the requests of its parts.
 
 The front end is named in `custom_params.taper.front_end`, or for clients that can not
-change their bodies in the header `x-front-end`.
+change their bodies in the header `x-taper-front-end`.
 """
 
 from __future__ import annotations
