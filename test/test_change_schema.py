@@ -23,6 +23,7 @@ def good_values(name: str) -> Iterator[Any]:
         else:
             yield kind["maximum"]
             yield kind.get("minimum", kind["maximum"] / 2)
+            yield float(kind["maximum"])  # also of an integer: JSON has one kind
 
 
 def bad_values(name: str) -> Iterator[Any]:

@@ -108,6 +108,8 @@ def _checked_param(name: str, value: object) -> object:
     if value is None and f.default is None:
         return None
     types, shown = _JSON_TYPES[f.metadata["kind"]]
+    if types == (int,) and isinstance(value, float) and value.is_integer():
+        value = int(value)  # JSON has one kind of number: 2.0 is an integer
     if isinstance(value, bool) or not isinstance(value, types):
         raise FieldError(name, value, shown or str(f.metadata["accepted"]))
     words = f.metadata["accepted"]
