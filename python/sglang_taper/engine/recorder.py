@@ -11,6 +11,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang_taper.engine.attainment import Attainment
 from sglang_taper.engine.counters import Counters
 from sglang_taper.engine.groups import Branch
+from sglang_taper.engine.headers import id_in
 from sglang_taper.engine.records import DEFERRED, Mark, RecordBook
 from sglang_taper.engine.tracing import trace_branch
 from sglang_taper.policy.slack import most_urgent
@@ -85,4 +86,5 @@ class Recorder:
             return None
         request, slack_ms = most_urgent(view)
         records = self.book.of(request.group)
-        return records[0].shown_request if records else request.group, slack_ms
+        shown = records[0].shown_request if records else id_in(request.group)
+        return shown, slack_ms
