@@ -28,7 +28,7 @@ def taper_server() -> Iterator[Server]:
     """Overlap scheduling on, strict memory checks at every step."""
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     flags = (*EXACT, "--enable-metrics", "--enable-custom-logit-processor")
-    with running_server(*flags, env=env) as server:
+    with running_server(*flags, env=env, calibrates=True) as server:
         yield server
 
 

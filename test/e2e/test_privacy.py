@@ -28,7 +28,7 @@ def bearer(key: str) -> dict[str, str]:
 def keyed_server() -> Iterator[Server]:
     """SGLang's two keys are set; requests are not logged, which is the default."""
     flags = ("--api-key", USER, "--admin-api-key", ADMIN, "--enable-metrics")
-    with running_server(*EXACT, *flags) as server:
+    with running_server(*EXACT, *flags, calibrates=True) as server:
         yield server
 
 

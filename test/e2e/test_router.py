@@ -30,17 +30,9 @@ PREFIX = "A prefix that is long enough to be worth a request of its own. " * 2
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
-# In place of a calibration, which takes time.
-PROFILE = '{"a_ms": 50, "b_ms_per_row": 10, "c_ms_per_token": 0.01}'
-
-
 @pytest.fixture(scope="module")
-def replicas(
-    taper_server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Server]]:
-    profile = tmp_path_factory.mktemp("replica") / "profile.json"
-    profile.write_text(PROFILE)
-    with running_server(*EXACT, "--latency-profile", str(profile)) as second:
+def replicas(taper_server: Server) -> Iterator[list[Server]]:
+    with running_server(*EXACT) as second:
         yield [taper_server, second]
 
 
