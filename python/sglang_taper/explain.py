@@ -78,7 +78,7 @@ def fetch(base_url: str, id: str, key: str | None) -> dict[str, Any] | None:
     """`GET /taper/requests/{id}`; None for an unknown id. Raises NoAnswer."""
     import httpx
 
-    url = f"{base_url.rstrip('/')}/taper/requests/{quote(id)}"
+    url = f"{base_url.rstrip('/')}/taper/requests/{quote(id, safe='')}"
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
@@ -90,6 +90,8 @@ def fetch(base_url: str, id: str, key: str | None) -> dict[str, Any] | None:
     if answer.status_code != 200:
         hint = "; it wants a key: --api-key" if answer.status_code == 401 else ""
         raise NoAnswer(f"{url} answers {answer.status_code}{hint}")
+    if "branches" not in body and "dp_ranks" not in body:
+        raise NoAnswer(f"{url} answers with something else")
     return dict(body)
 
 

@@ -258,3 +258,30 @@ def test_many_clients_at_once_get_every_event_of_their_own(
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(one, range(8)))
     assert together == [one(number) for number in range(8)]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_an_abort_of_the_group_before_the_join_is_for_the_join_too(
+    taper_server: Server, attempt: int
+) -> None:
+    """The join's prompt takes a while to make, and until then it is no member."""
+    group = f"aborted-before-its-join-{attempt}"
+    params = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+    join = {"text": "\nSo", "sampling_params": {"max_new_tokens": 200}}
+    body = {
+        "text": "long text " * 1200,
+        "branches": [{"text": "\n0."}, {"text": "\n1."}],
+        "sampling_params": params,
+        "group": group,
+        "join": join,
+        "stream": True,
+    }
+    ended: dict[int | None, Any] = {}
+    for event in events(taper_server, body):
+        if (reason := event.get("finish_reason")) is not None:
+            ended[event["branch"]] = reason
+            if len(ended) == 2:
+                aborted = taper_server.post("/abort_request", {"group": group})
+                assert aborted.status_code == 200
+    assert [ended[branch]["type"] for branch in (0, 1)] == ["length", "length"]
+    assert ended[None]["type"] == "abort"

@@ -106,6 +106,10 @@ def test_a_part_may_have_a_bound_of_its_own() -> None:
     run, _, _ = started([own], max_new_tokens=9)
     assert run.max_new_tokens_of(own) == 4
     assert run.max_new_tokens_of(Part()) == 9
+    half = Part(max_share=0.5)
+    assert run.max_new_tokens_of(half) == 4
+    assert started([half], max_new_tokens=1)[0].max_new_tokens_of(half) == 1
+    assert started([half], max_new_tokens=0)[0].max_new_tokens_of(half) == 0
     unbounded, _, _ = started([own])
     assert unbounded.max_new_tokens_of(Part()) is None
 

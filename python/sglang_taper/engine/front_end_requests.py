@@ -74,6 +74,9 @@ def checked_meta(obj: GenerateReqInput, name: str) -> BranchMeta:
     for field in ("n", "beam_width"):
         if params.get(field) not in (None, 1):
             raise FieldError(field, params[field], f"1 with front end {name}")
+    bound = params.get("max_new_tokens")
+    if isinstance(bound, int | float) and bound < 0:
+        raise FieldError("max_new_tokens", bound, "at least 0")
     for field in _REFUSED_FIELDS:
         if getattr(obj, field):
             raise FieldError(field, getattr(obj, field), f"not with front end {name}")

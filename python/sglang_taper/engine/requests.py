@@ -66,7 +66,8 @@ class SiblingMeta(dict[str, Any]):
 
 def prepare(obj: GenerateReqInput, headers: Mapping[str, str] | None = None) -> None:
     """Check the metadata of a request not yet normalised and add what its headers say:
-    SLOs, and whose it is (`obj.taper_scope`).
+    SLOs, and whose it is (`obj.taper_scope`). A request that is part of a call of
+    ours has the time of that call in `obj.taper_called_ms`, which travels with it.
 
     `obj.sampling_params` is replaced by copies where there is metadata; what the
     caller passed stays as it was. Raises FieldError naming field, value and range.
@@ -82,6 +83,10 @@ def prepare(obj: GenerateReqInput, headers: Mapping[str, str] | None = None) -> 
     elif given is not None or slos:
         params = {} if given is None else given
         obj.sampling_params = _prepared(params, slos, META_FIELD)
+    if (called_ms := getattr(obj, "taper_called_ms", None)) is not None:
+        meta = obj.sampling_params["custom_params"][CUSTOM_PARAMS_KEY]
+        stamped = {**meta, CALLED_KEY: called_ms}
+        obj.sampling_params = with_metadata(obj.sampling_params, stamped)
 
 
 def _prepared(params: Any, slos: Mapping[str, float], field: str) -> Any:

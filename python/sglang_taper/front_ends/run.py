@@ -158,8 +158,10 @@ class ProgramRun:
 
     def max_new_tokens_of(self, part: Part) -> int | None:
         """How many tokens a part of the running stage may generate."""
-        own = part.sampling_params.get("max_new_tokens")
-        bounds = [n for n in (own, self._tokens_left()) if n is not None]
+        own, left = part.sampling_params.get("max_new_tokens"), self._tokens_left()
+        if left:
+            left = max(1, int(part.max_share * left))
+        bounds = [n for n in (own, left) if n is not None]
         return min(bounds) if bounds else None
 
     def _advance(self, said: list[Said] | None) -> tuple[Part, ...]:

@@ -13,6 +13,8 @@ OUTLINE_LEAD = (
 )
 MAX_POINTS = 10
 MAX_OUTLINE_TOKENS = 192
+# Of the request's tokens: the rest is for the answer, also if the outline is cut off.
+MAX_OUTLINE_SHARE = 0.5
 _POINT = re.compile(r"^[ \t]*\d+\.[ \t]*(\S.*?)[ \t]*$", re.M)
 _WORDS = "[A-Za-z][^\\n]{2,48}"
 
@@ -51,6 +53,7 @@ class SkeletonOfThought:
                 stop=("\n\n",),
                 tail="\n\n",
                 shown=False,
+                max_share=MAX_OUTLINE_SHARE,
                 sampling_params=self.outline_params,
             )
         ]

@@ -25,7 +25,8 @@ class Part(msgspec.Struct, frozen=True):
     and after one of the texts in `stop`, which stays in its text. `sampling_params`
     go over those of the request. `lead` is what the answer shows before its text.
     `tail` is put after its text, in the answer and in `Said.pieces`, unless a text in
-    `stop` ended it. The answer holds nothing of a part that is not `shown`.
+    `stop` ended it. The answer holds nothing of a part that is not `shown`. It may use
+    `max_share` of the tokens that the request has left, at least one.
     """
 
     prompt: tuple[Piece, ...] = ()
@@ -33,6 +34,7 @@ class Part(msgspec.Struct, frozen=True):
     lead: str = ""
     tail: str = ""
     shown: bool = True
+    max_share: float = 1.0
     sampling_params: Mapping[str, Any] = {}
 
 

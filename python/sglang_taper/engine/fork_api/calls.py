@@ -12,6 +12,7 @@ from fastapi import Request
 from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.engine.fork_api.prompts import (
     Piece,
     Source,
@@ -59,6 +60,7 @@ class ForkCall(NamedTuple):
     join: Continuation | None
     sampling_params: dict[str, Any]
     stream: bool
+    called_ms: float
 
     @property
     def group(self) -> str:
@@ -70,6 +72,7 @@ async def make_call(body: ForkRequest, manager: Any, request: Request) -> ForkCa
     """Everything `body` asks for. Raises FieldError naming field, value and range."""
     if not 1 <= (width := len(body.branches)) <= MAX_WIDTH:
         raise FieldError("body.branches", width, f"1 to {MAX_WIDTH} of them")
+    called_ms = monotonic_ms()
     _check_names(body)
     _check_sampling_params(body, manager)
     source = await source_of(body, manager, request)
@@ -78,8 +81,10 @@ async def make_call(body: ForkRequest, manager: Any, request: Request) -> ForkCa
         source.meta, width, stage, source.parent, first_k=body.first_k, field="body"
     )
     branches = [_branch(body, source, i, meta, manager) for i, meta in enumerate(metas)]
+    for branch in branches:
+        branch.request.taper_called_ms = called_ms  # type: ignore[attr-defined]
     params = body.sampling_params
-    return ForkCall(source, stage, branches, body.join, params, body.stream)
+    return ForkCall(source, stage, branches, body.join, params, body.stream, called_ms)
 
 
 def _branch(
@@ -102,7 +107,10 @@ def join_request(
     pieces = (*call.source.pieces, *parts, *added(call.join, "body.join"))
     meta = root_after(call.source, call.stage)
     prompt = prompt_of(pieces, manager)
-    return _request(call.join, prompt, call.sampling_params, meta, call.stream)
+    request = _request(call.join, prompt, call.sampling_params, meta, call.stream)
+    # An abort of the group since the call is meant for the join as well.
+    request.taper_called_ms = call.called_ms  # type: ignore[attr-defined]
+    return request
 
 
 def _request(
