@@ -51,7 +51,7 @@ def routes_of_ours(server: Server) -> list[tuple[str, str]]:
 
 def test_no_route_of_ours_answers_without_the_right_key(keyed_server: Server) -> None:
     for method, path in routes_of_ours(keyed_server):
-        keys = ["", "wrong", f"{USER} ", USER[:-1]]
+        keys = ["", "wrong", f"{USER}x", USER[:-1]]
         if path.startswith(("/taper", "/abort")):
             # An operator's: the key of a user is not enough.
             keys.append(USER)
@@ -179,6 +179,8 @@ def test_nobody_else_can_end_what_a_guessed_branch_has_pinned(
 ) -> None:
     """A stranger's branches complete a fork of theirs, not hers."""
     group, ids = new_group(), some_ids("pinned", 200)
+    taper_server.flush()
+    assert taper_server.state()["pinned_tokens"] == 0
     parent = branch_of(group, ids, max_new_tokens=1)
     assert call(taper_server, "POST", "/generate", "hers", parent).ok
     pinned = taper_server.state()["pinned_tokens"]
