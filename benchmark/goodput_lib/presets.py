@@ -25,9 +25,11 @@ _H200_SERVER = (
 _H200_SHAPES = "--prompt-tokens 60 --serial-tokens 200 --decomposable-factor 3"
 
 PRESETS: dict[str, str] = {
-    # The TPOT at which eager misses and one row each does not.
+    # The TPOT at which eager misses and one row each does not. Simulated with the step
+    # costs of a quiet run, twelve at a time make that window wide enough, six do not.
     "cpu-contested": f"""
-        --policies {_ALL_POLICIES} --rounds 3 --num-prompts 120 --arrivals closed:6
+        --policies off,eager,cap:2,taper:deadline=progress,rho=0.8,taper,ledger
+        --rounds 3 --num-prompts 60 --arrivals closed:12
         {_CPU_SHAPES} {_MIXED} --goodput ttft:3000 --slo-procedure
         --server-flags '{_CPU_SERVER}'""",
     # Rows are limited: what a policy does with waiting requests.
@@ -38,11 +40,13 @@ PRESETS: dict[str, str] = {
         --goodput ttft:3000 --slo-procedure --tpot-x 1.5
         --server-flags '--max-total-tokens 24576 --max-running-requests 16'""",
     # The corner of the paper's headline: steps that cost nearly the same for any width.
-    "cpu-headline": f"""
-        --policies {_ALL_POLICIES} --rounds 3 --num-prompts 120 --arrivals closed:8
-        --pdr 0.35 --pts 0.98 --fan-out 8-12 --stages 1-1 --prompt-tokens 60
-        --serial-tokens 30 --decomposable-factor 4 --goodput ttft:6000
-        --slo-procedure --tpot-x 1.05,1.1,1.15,1.3 --test-step-cost-ms 300
+    # Simulated: taper serves 1.9 to 2.1 times the goodput of off here.
+    "cpu-headline": """
+        --policies off,eager,taper,ledger --rounds 3 --num-prompts 48
+        --arrivals closed:8 --pdr 0.35 --pts 0.98 --fan-out 12-16 --stages 1-1
+        --prompt-tokens 60 --serial-tokens 30 --decomposable-factor 5
+        --goodput ttft:6000 --slo-procedure --tpot-x 1.15,1.2,1.3
+        --test-step-cost-ms 400
         --server-flags '--max-total-tokens 32768 --max-running-requests 128'""",
     # As a system: long prefixes, on our server and on stock SGLang side by side.
     "cpu-vs-stock": """
