@@ -35,7 +35,7 @@ def keyed_server() -> Iterator[Server]:
 def call(server: Server, method: str, path: str, key: str, body: Any = None) -> Any:
     headers = bearer(key) if key else {}
     url = server.url + path.replace("{id}", "x")
-    return http.request(method, url, json=body, headers=headers, timeout=60)
+    return http.request(method, url, json=body, headers=headers, timeout=300)
 
 
 def routes_of_ours(server: Server) -> list[tuple[str, str]]:
