@@ -108,14 +108,15 @@ class Client:
 
     def skeleton(self) -> None:
         asked = self.encode(OUTLINE_LEAD)
+        bound = min(192, self._left // 2)
         outline = self.generate(
-            asked, regex=outline_grammar(), max_new_tokens=192, stop=["\n\n"]
+            asked, regex=outline_grammar(), max_new_tokens=bound, stop=["\n\n"]
         )
         self.spend([outline])
         context = [*asked, *outline.ids]
         if not outline.is_stopped:
             context += self.encode("\n\n")
-        titles = re.findall(r"^\d+\. *(.*?) *$", "1." + outline.text, re.M)
+        titles = re.findall(r"^\d+\. *(\S.*?) *$", "1." + outline.text, re.M)
         leads = [f"{i}. {t}:" for i, t in enumerate(dict.fromkeys(titles), 1)]
         for lead in leads:
             said = self.generate([*context, *self.encode(lead)], stop=["\n"])
