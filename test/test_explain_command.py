@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import pytest
 
@@ -56,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         self.asked.append((self.path, key))
         if key == "Bearer wrong":
             self._answer(401, {"error": "Unauthorized"})
-        elif self.path == "/taper/requests/g/1":
+        elif unquote(self.path) == "/taper/requests/g/1":
             self._answer(200, STORY)
         elif self.path.startswith("/taper/requests/"):
             self._answer(404, {"error": {"message": "unknown"}})
@@ -94,7 +95,7 @@ def test_a_story_is_a_summary_a_chart_and_the_spans_with_their_reasons(
     assert "2 earlier spans are forgotten" in out
     assert "the step's time budget was used up (21.0 ms); most urgent other" in out
     assert "7-9" in out
-    assert Handler.asked == [("/taper/requests/g/1", None)]
+    assert Handler.asked == [("/taper/requests/g%2F1", None)]
 
 
 def test_json_is_what_the_server_told(
