@@ -109,9 +109,9 @@ def test_a_prompt_without_tags_is_answered_as_ever(server: Server) -> None:
 
 def test_a_skeleton_is_that_of_a_client_side_run(server: Server) -> None:
     body = body_for("skeleton-of-thought")
-    body["sampling_params"]["max_new_tokens"] = 96
+    body["sampling_params"]["max_new_tokens"] = 240
     served = server.generate(body)
-    client = Client(server, PROMPT, 96)
+    client = Client(server, PROMPT, 240)
     client.skeleton()
     assert served["text"] == client.text
     assert served["output_ids"] == client.ids
@@ -163,7 +163,7 @@ def test_chat_has_front_ends_too(server: Server) -> None:
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Name birds."}],
         "temperature": 0,
-        "max_tokens": 96,
+        "max_tokens": 240,
         "custom_params": {"taper": {"front_end": "skeleton-of-thought"}},
     }
     answer = server.post("/v1/chat/completions", body)
