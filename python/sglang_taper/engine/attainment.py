@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang_taper.engine.counters import Counters
+from sglang_taper.engine.report import tpot_ms, ttft_ms
 from sglang_taper.policy.state import RequestState
 
 WINDOW_S = 60.0
@@ -28,12 +29,10 @@ class Judged(msgspec.Struct, frozen=True, gc=False):
 
 
 def judge(state: RequestState, ended_ms: float) -> Judged:
-    """`state` has a first token."""
-    assert state.first_token_ms is not None
-    ttft_ms = state.first_token_ms - state.arrival_ms
-    decode_ms = state.last_progress_ms - state.first_token_ms
-    tpot_ms = decode_ms / (state.num_tokens - 1) if state.num_tokens > 1 else 0.0
-    good = ttft_ms <= state.ttft_slo_ms and tpot_ms <= state.tpot_slo_ms
+    """`state` has a first token. A single token has no TPOT to miss."""
+    first_ms, per_token_ms = ttft_ms(state), tpot_ms(state) or 0.0
+    assert first_ms is not None
+    good = first_ms <= state.ttft_slo_ms and per_token_ms <= state.tpot_slo_ms
     return Judged(ended_ms, state.num_tokens, good)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from sglang_taper.engine.records import AWAY, DEFERRED, RUNNING, BranchRecord, Mark
-from sglang_taper.engine.report import tpot_ms, ttft_ms
+from sglang_taper.engine.report import request_figures
 
 QUEUED, PREFILL, DONE, ABORTED = "queued", "prefill", "done", "aborted"
 FORGOTTEN = "forgotten"
@@ -31,23 +31,18 @@ def describe_request(
         "id": id,
         "kind": "request" if records[0].shown_request == id else "branch",
         "now_ms": now_ms - origin_ms,
-        "request": _describe_owner(records[0]),
+        "request": describe_owner(records[0]),
         "forks": list(_forks(records, origin_ms)),
         "branches": [_describe_record(r, origin_ms, now_ms, queue) for r in records],
     }
 
 
-def _describe_owner(record: BranchRecord) -> dict[str, Any]:
-    state = record.state.request
+def describe_owner(record: BranchRecord) -> dict[str, Any]:
+    """The request that a branch belongs to."""
     return {
         "id": record.shown_request,
         "is_group": record.meta.group is not None,
-        "num_tokens": state.num_tokens,
-        "ttft_ms": ttft_ms(state),
-        "tpot_ms": tpot_ms(state),
-        "ttft_slo_ms": state.ttft_slo_ms,
-        "tpot_slo_ms": state.tpot_slo_ms,
-        "deadline_misses": state.deadline_misses,
+        **request_figures(record.state.request),
     }
 
 

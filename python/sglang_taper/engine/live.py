@@ -14,9 +14,9 @@ import msgspec
 import sglang_taper
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.counters import StepRecord
-from sglang_taper.engine.explain import status_of
+from sglang_taper.engine.explain import describe_owner, status_of
 from sglang_taper.engine.records import DEFERRED, BranchRecord, Mark
-from sglang_taper.engine.report import describe_params, tpot_ms, ttft_ms
+from sglang_taper.engine.report import describe_params
 
 MAX_BRANCHES = 4096
 STEP_KEYS = (
@@ -98,18 +98,10 @@ def _describe(
     waiting: frozenset[str],
     marks: MarkTable,
 ) -> dict[str, Any]:
-    state = records[0].state.request
     shown = [record for record in records if record.state.max_new_tokens]
     return {
-        "id": records[0].shown_request,
-        "is_group": records[0].meta.group is not None,
-        "age_ms": now_ms - state.arrival_ms,
-        "num_tokens": state.num_tokens,
-        "ttft_ms": ttft_ms(state),
-        "tpot_ms": tpot_ms(state),
-        "ttft_slo_ms": state.ttft_slo_ms,
-        "tpot_slo_ms": state.tpot_slo_ms,
-        "deadline_misses": state.deadline_misses,
+        **describe_owner(records[0]),
+        "age_ms": now_ms - records[0].state.request.arrival_ms,
         "branches": _columns(shown, waiting, marks),
     }
 

@@ -10,6 +10,7 @@ import sglang_taper
 from sglang_taper.engine.groups import Branch, Group
 from sglang_taper.engine.headers import id_in
 from sglang_taper.policy.admission import policy_names
+from sglang_taper.policy.state import RequestState
 
 if TYPE_CHECKING:
     from sglang_taper.engine.controller import BranchController
@@ -70,10 +71,16 @@ def describe_counters(controller: BranchController) -> dict[str, Any]:
 
 
 def describe_group(name: str, group: Group) -> dict[str, Any]:
-    state = group.state
     return {
         "group": id_in(name),
         "num_live_branches": group.num_live,
+        **request_figures(group.state),
+    }
+
+
+def request_figures(state: RequestState) -> dict[str, Any]:
+    """How far a request is, its times so far and its SLOs."""
+    return {
         "num_tokens": state.num_tokens,
         "ttft_ms": ttft_ms(state),
         "tpot_ms": tpot_ms(state),
@@ -83,13 +90,13 @@ def describe_group(name: str, group: Group) -> dict[str, Any]:
     }
 
 
-def ttft_ms(state: Any) -> float | None:
+def ttft_ms(state: RequestState) -> float | None:
     if state.first_token_ms is None:
         return None
     return float(state.first_token_ms - state.arrival_ms)
 
 
-def tpot_ms(state: Any) -> float | None:
+def tpot_ms(state: RequestState) -> float | None:
     """SGLang's TPOT over all tokens of the request so far; None below two tokens."""
     if state.first_token_ms is None or state.num_tokens < 2:
         return None
