@@ -13,7 +13,8 @@ from fork_parts import Shape, engine_settings
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_taper.engine.explain import describe_request
-from sglang_taper.engine.machine import EXPLAIN, LIVE, describe
+from sglang_taper.engine.machine import describe
+from sglang_taper.engine.messages import EXPLAIN, LIVE
 from sglang_taper.engine.records import (
     DEFERRED,
     MAX_MARKS,

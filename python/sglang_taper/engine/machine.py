@@ -16,9 +16,9 @@ from sglang.srt.runtime_context import attention_backends, get_parallel, get_ser
 from sglang_taper.engine.attention.use import describe_attention
 from sglang_taper.engine.explain import describe_request
 from sglang_taper.engine.live import describe_live
+from sglang_taper.engine.messages import EXPLAIN, LIVE
 from sglang_taper.engine.report import describe_state
 
-LIVE, EXPLAIN = "live", "explain"
 PACKAGES = ("sglang", "sglang-taper", "torch")
 
 
@@ -27,18 +27,28 @@ def describe(scheduler: Any, action: str, params: dict[str, Any]) -> dict[str, A
     if action not in (LIVE, EXPLAIN):
         return describe_scheduler(scheduler)
     taper, waiting = scheduler.taper, waiting_rids(scheduler)
-    rank = {"dp_rank": int(get_parallel().dp_rank or 0)}
     if action == LIVE:
         return describe_live(taper, params["after_step"], waiting) | {
-            **rank,
-            "num_running": len(scheduler.running_batch.reqs),
-            "num_waiting": len(scheduler.waiting_queue),
+            **describe_rank(scheduler),
             "max_rows": int(scheduler.max_running_requests),
-            "pool": describe_pool(scheduler),
         }
     records = taper.recorder.book.find(params["id"])
     told = describe_request(records, params["id"], taper.clock.now_ms, waiting)
-    return told and told | rank
+    return told and told | {"dp_rank": dp_rank()}
+
+
+def dp_rank() -> int:
+    return int(get_parallel().dp_rank or 0)
+
+
+def describe_rank(scheduler: Any) -> dict[str, Any]:
+    """Which data-parallel rank this is, and how full."""
+    return {
+        "dp_rank": dp_rank(),
+        "num_running": len(scheduler.running_batch.reqs),
+        "num_waiting": len(scheduler.waiting_queue),
+        "pool": describe_pool(scheduler),
+    }
 
 
 def waiting_rids(scheduler: Any) -> set[str]:
@@ -49,10 +59,7 @@ def waiting_rids(scheduler: Any) -> set[str]:
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:
     """What `GET /taper/state` answers: JSON-safe."""
     return describe_state(scheduler.taper) | {
-        "dp_rank": int(get_parallel().dp_rank or 0),
-        "num_running": len(scheduler.running_batch.reqs),
-        "num_waiting": len(scheduler.waiting_queue),
-        "pool": describe_pool(scheduler),
+        **describe_rank(scheduler),
         "attention": describe_attention(scheduler._attention),
         "engine": describe_engine(scheduler),
     }

@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
+# Actions that are answered with something else than the state.
+LIVE, EXPLAIN = "live", "explain"
+
 
 class TaperControlReq(BaseReq):
     """Ask the scheduler for its state, or to change it first.
 
     `action`: `state`, `policy` (apply `params`: any of policy, cap, rho, deadline,
     utility, ttft_slo_ms, tpot_slo_ms), `abort_group` (`params["group"]`), `live`
-    (`params["after_step"]`) or `explain` (`params["id"]`). The last two are answered
-    with something else than the state.
+    (`params["after_step"]`) or `explain` (`params["id"]`).
     """
 
     action: str = "state"

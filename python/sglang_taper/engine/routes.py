@@ -118,15 +118,16 @@ def _answer(answers: list[TaperControlReqOutput]) -> Response:
     errors = {answer.error for answer in answers if answer.error}
     if errors:
         return error_response("; ".join(sorted(errors)), HTTPStatus.CONFLICT)
-    if len(answers) == 1:
-        return JSONResponse(answers[0].state)
-    # They come in the order in which the ranks happened to answer.
-    states = sorted((answer.state for answer in answers), key=_dp_rank)
+    return told([answer.state for answer in answers])
+
+
+def told(states: list[dict[str, Any]]) -> Response:
+    """What one data-parallel rank says, or several, in the order of their numbers:
+    they come in the order in which they happened to answer."""
+    if len(states) == 1:
+        return JSONResponse(states[0])
+    states = sorted(states, key=lambda state: int(state["dp_rank"]))
     return JSONResponse({"dp_ranks": states})
-
-
-def _dp_rank(state: dict[str, Any]) -> int:
-    return int(state["dp_rank"])
 
 
 def error_response(message: str, status: HTTPStatus) -> Response:

@@ -30,8 +30,10 @@ from sglang_taper.engine.clock import TaperTick
 from sglang_taper.engine.controller import BranchController
 from sglang_taper.engine.forks import ForkAdmission
 from sglang_taper.engine.groups import arrives_aborted
-from sglang_taper.engine.machine import EXPLAIN, LIVE, describe
+from sglang_taper.engine.machine import describe
 from sglang_taper.engine.messages import (
+    EXPLAIN,
+    LIVE,
     TaperControlReq,
     TaperControlReqOutput,
     register_message_types,

@@ -9,12 +9,13 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_taper.engine import page
-from sglang_taper.engine.routes import ask, error_response
+from sglang_taper.engine.messages import EXPLAIN, LIVE
+from sglang_taper.engine.routes import ask, error_response, told
 from sglang_taper.errors import FieldError
 
 PAGE_PATH = "/taper/"
@@ -57,7 +58,7 @@ async def get_live(request: Request) -> Response:
         after_step = _checked_step(request.query_params.get("after_step", "0"))
     except FieldError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    return _told([a.state for a in await ask("live", {"after_step": after_step})])
+    return told([a.state for a in await ask(LIVE, {"after_step": after_step})])
 
 
 def _checked_step(text: str) -> int:
@@ -73,22 +74,14 @@ async def get_request(id: str) -> Response:
 
     404 for an id that is unknown, or that has been forgotten since it ended.
     """
-    known = [a.state for a in await ask("explain", {"id": id}) if a.state]
+    known = [a.state for a in await ask(EXPLAIN, {"id": id}) if a.state]
     if not known:
         message = (
             f"no request or branch {id!r} is known here: it never came, or it has "
             "ended and was forgotten since"
         )
         return error_response(message, HTTPStatus.NOT_FOUND)
-    return _told(known)
-
-
-def _told(states: list[dict[str, Any]]) -> Response:
-    """Of one data-parallel rank, or of several in the order of their numbers."""
-    if len(states) == 1:
-        return JSONResponse(states[0])
-    states = sorted(states, key=lambda state: int(state["dp_rank"]))
-    return JSONResponse({"dp_ranks": states})
+    return told(known)
 
 
 class PageWithoutKey:
