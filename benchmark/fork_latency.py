@@ -40,8 +40,9 @@ from typing import Any
 import httpx
 
 from sglang_taper.demo.table import plain_table
-from sglang_taper.frontend.branch import fork_meta, new_group, new_rid, with_branch
-from sglang_taper.protocol import BranchMeta
+from sglang_taper.frontend.branch import with_branch
+from sglang_taper.ids import new_group, new_rid
+from sglang_taper.protocol import BranchMeta, fork_meta
 from sglang_taper.server_process import ServerProcess
 
 SITUATIONS = ("cold", "warm", "n")

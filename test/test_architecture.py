@@ -52,6 +52,7 @@ RULES = {
     "errors": Rule(standard=PURE_LIBRARY),
     "policy": Rule("errors", "msgspec", standard=PURE_LIBRARY),
     "protocol": Rule("errors", "msgspec", standard=PURE_LIBRARY),
+    "ids": Rule(),
     "ranges": Rule(standard=PURE_LIBRARY),
     "config": Rule("errors policy ranges"),
     "changes": Rule("config errors policy ranges", "msgspec"),
@@ -65,12 +66,12 @@ RULES = {
     "kernels": Rule(libraries="triton", standard=frozenset()),
     "models": Rule("errors", "tqdm", "torch safetensors transformers tokenizers"),
     "platform": Rule(libraries="sglang.srt.platforms", lazily="torch"),
-    "frontend": Rule("errors protocol", "msgspec httpx"),
+    "frontend": Rule("errors ids protocol", "msgspec httpx"),
     # the one module that needs SGLang; the package is imported without it
-    "frontend/endpoint.py": Rule("protocol", "msgspec sglang.lang"),
+    "frontend/endpoint.py": Rule("ids protocol", "msgspec sglang.lang"),
     "engine": Rule(
-        "root changes config errors extensions front_ends models ops platform policy "
-        "probe protocol",
+        "root changes config errors extensions front_ends ids models ops platform "
+        "policy probe protocol",
         "fastapi msgspec numpy orjson pydantic requests sglang starlette torch",
         "prometheus_client",
     ),

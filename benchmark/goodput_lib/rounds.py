@@ -20,7 +20,7 @@ from goodput_lib.policies import Contender
 from goodput_lib.program_jobs import ProgramJobs
 from goodput_lib.results import Run, achieved, result_of
 from goodput_lib.servers import LiveServer
-from sglang_taper.frontend.branch import new_group
+from sglang_taper.ids import new_group
 from sglang_taper.workload.requests import PlannedRequest, WorkloadSpec, make_requests
 from sglang_taper.workload.score import mean_time_between_tokens_ms
 

@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_taper.frontend.branch import new_rid, with_branch
+from sglang_taper.frontend.branch import with_branch
 from sglang_taper.frontend.connection import IDLE_S
+from sglang_taper.ids import new_rid
 from sglang_taper.protocol import META_INFO_KEY, BranchMeta
 
 _END = b"[DONE]"

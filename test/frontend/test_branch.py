@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_taper.errors import FieldError
-from sglang_taper.frontend.branch import Branch, new_rid, with_branch
+from sglang_taper.frontend.branch import Branch, with_branch
+from sglang_taper.ids import new_rid
 from sglang_taper.protocol import MAX_DEPTH, MAX_WIDTH, BranchMeta, parse_branch_meta
 
 fork_plans = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), max_size=12)

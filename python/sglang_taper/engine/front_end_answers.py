@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
+from sglang_taper.engine.token_memory import coder
 from sglang_taper.front_ends.run import ProgramRun
 from sglang_taper.front_ends.types import Piece
 from sglang_taper.protocol import META_INFO_KEY
@@ -34,12 +35,10 @@ class Place(NamedTuple):
 
 def encode(tokenizer: Any, pieces: tuple[Piece, ...]) -> list[int]:
     """Token ids of pieces one after another, without special tokens of our own."""
+    _, encode_text = coder(tokenizer)
     ids: list[int] = []
     for piece in pieces:
-        if isinstance(piece, str):
-            ids += tokenizer.encode(piece, add_special_tokens=False)
-        else:
-            ids += piece
+        ids += encode_text(piece) if isinstance(piece, str) else piece
     return ids
 
 

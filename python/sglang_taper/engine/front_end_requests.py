@@ -7,8 +7,6 @@ change their bodies in the header `x-taper-front-end`.
 from __future__ import annotations
 
 import copy
-import secrets
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,11 +18,13 @@ from sglang_taper.engine.requests import META_FIELD, custom_params_of, sibling_s
 from sglang_taper.errors import FieldError
 from sglang_taper.front_ends.registry import make_front_end
 from sglang_taper.front_ends.types import Part
+from sglang_taper.ids import new_group, new_rid
 from sglang_taper.protocol import (
     CUSTOM_PARAMS_KEY,
     FRONT_END_HEADER,
     MAX_DEPTH,
     BranchMeta,
+    fork_meta,
     parse_branch_meta,
     with_metadata,
 )
@@ -101,7 +101,7 @@ def _own_meta(params: Any, name: str) -> BranchMeta:
     if meta.first_k is not None:
         accepted = f"not with front end {name}"
         raise FieldError(f"{META_FIELD}.first_k", meta.first_k, accepted)
-    group = meta.group or secrets.token_hex(16)
+    group = meta.group or new_group()
     return msgspec.structs.replace(meta, group=group, front_end=None)
 
 
@@ -110,15 +110,12 @@ def part_metas(
 ) -> list[BranchMeta]:
     """Metadata of the parts of a stage: a serial one is the request itself, the others
     are its branches. `num_forks` so far, this stage included; `parent` is the rid of
-    the last serial part.
+    the last serial part. Raises FieldError for too many stages.
     """
     base = msgspec.structs.replace(base, stage=base.stage + num_forks)
     if width == 1:
         return [base]
-    first = msgspec.structs.replace(
-        base, width=width, depth=base.depth + 1, parent=parent or base.parent
-    )
-    return [msgspec.structs.replace(first, branch=i) for i in range(width)]
+    return fork_meta(base, width, base.stage, parent or base.parent, field=META_FIELD)
 
 
 def bound_of(params: Mapping[str, Any], preferred: Mapping[str, Any] | None) -> Any:
@@ -142,7 +139,7 @@ def part_request(
     request = copy.copy(obj)
     setattr(request, _IS_PART, True)
     request.text, request.input_ids = None, ids
-    request.rid = uuid.uuid4().hex + "/"  # SGLang aborts by prefix in places
+    request.rid = new_rid()
     own = dict(obj.sampling_params or {})
     params = {**own, **part.sampling_params, "max_new_tokens": max_new_tokens}
     params["stop"] = [*part.stop, *_as_list(own.get("stop"))] or None

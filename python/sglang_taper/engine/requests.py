@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang_taper.engine.clock import monotonic_ms
 from sglang_taper.engine.headers import scope_of, slos_from_headers
 from sglang_taper.errors import FieldError
+from sglang_taper.ids import new_group
 from sglang_taper.protocol import (
     ARRIVED_KEY,
     CALLED_KEY,
@@ -171,7 +171,7 @@ def _fork(params: Any, width: int) -> Any:
     if custom is None:
         return params
     meta = _meta_in(custom, META_FIELD)
-    group = meta.group or secrets.token_hex(16)
+    group = meta.group or new_group()
     child = msgspec.structs.replace(
         meta, group=group, branch=0, width=width, depth=meta.depth + 1
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from sglang_taper.ids import new_group
 from sglang_taper.protocol import (
     CUSTOM_PARAMS_KEY,
     ROUTING_KEY_HEADER,
@@ -22,16 +22,6 @@ Prompt = str | Sequence[int]
 # Below this, prefilling the prefix in every sibling costs less than the round trip
 # of committing it first; sglang.lang uses the same bound before run_batch.
 COMMIT_MIN_CHARS = 64
-
-
-def new_group() -> str:
-    """An id for a new request (32 hexadecimal digits)."""
-    return uuid.uuid4().hex
-
-
-def new_rid() -> str:
-    """A request id that is no prefix of another: SGLang's abort matches prefixes."""
-    return uuid.uuid4().hex + "/"
 
 
 def with_branch(

@@ -17,14 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_taper.frontend.branch import (
-    COMMIT_MIN_CHARS,
-    Prompt,
-    joined,
-    new_group,
-    new_rid,
-    with_branch,
-)
+from sglang_taper.frontend.branch import COMMIT_MIN_CHARS, Prompt, joined, with_branch
 from sglang_taper.frontend.connection import Connection, ServerError
 from sglang_taper.frontend.server_fork import (
     ForkEvents,
@@ -33,6 +26,7 @@ from sglang_taper.frontend.server_fork import (
     WhatToCancel,
     fork_body,
 )
+from sglang_taper.ids import new_group, new_rid
 from sglang_taper.protocol import BranchMeta, fork_meta
 
 

@@ -17,7 +17,8 @@ from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 from sglang.lang.interpreter import StreamExecutor
 from sglang.lang.ir import SglSamplingParams
 
-from sglang_taper.frontend.branch import Branch, new_rid, with_branch
+from sglang_taper.frontend.branch import Branch, with_branch
+from sglang_taper.ids import new_rid
 from sglang_taper.protocol import BranchMeta, parse_branch_meta
 
 _ATTRIBUTE = "taper_branch"

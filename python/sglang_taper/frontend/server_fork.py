@@ -13,7 +13,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_taper.frontend.branch import new_rid
+from sglang_taper.ids import new_rid
 
 # What a branch adds: text, token ids, or an object as the route takes it.
 Part = str | Sequence[int] | Mapping[str, Any]

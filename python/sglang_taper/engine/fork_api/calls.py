@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from sglang_taper.engine.fork_api.prompts import (
 from sglang_taper.engine.fork_api.schema import Continuation, ForkRequest
 from sglang_taper.engine.requests import sibling_seed
 from sglang_taper.errors import FieldError
+from sglang_taper.ids import new_rid
 from sglang_taper.protocol import (
     CUSTOM_PARAMS_KEY,
     MAX_STAGE,
@@ -81,8 +81,6 @@ async def make_call(body: ForkRequest, manager: Any, request: Request) -> ForkCa
         source.meta, width, stage, source.parent, first_k=body.first_k, field="body"
     )
     branches = [_branch(body, source, i, meta, manager) for i, meta in enumerate(metas)]
-    for branch in branches:
-        branch.request.taper_called_ms = called_ms  # type: ignore[attr-defined]
     params = body.sampling_params
     return ForkCall(source, stage, branches, body.join, params, body.stream, called_ms)
 
@@ -107,10 +105,7 @@ def join_request(
     pieces = (*call.source.pieces, *parts, *added(call.join, "body.join"))
     meta = root_after(call.source, call.stage)
     prompt = prompt_of(pieces, manager)
-    request = _request(call.join, prompt, call.sampling_params, meta, call.stream)
-    # An abort of the group since the call is meant for the join as well.
-    request.taper_called_ms = call.called_ms  # type: ignore[attr-defined]
-    return request
+    return _request(call.join, prompt, call.sampling_params, meta, call.stream)
 
 
 def _request(
@@ -125,8 +120,7 @@ def _request(
         **prompt,
         **{name: getattr(part, name) for name in _LOGPROB_FIELDS},
         sampling_params=with_metadata(params, meta.to_wire()),
-        # Not a prefix of another id: SGLang's abort matches prefixes.
-        rid=part.rid or uuid.uuid4().hex + "/",
+        rid=part.rid or new_rid(),
         stream=stream,
     )
 

@@ -6,7 +6,6 @@ Ids stay as they are, so that what they stand for is found in the radix tree.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from sglang_taper.engine.headers import scope_of
 from sglang_taper.engine.token_ids import group_meta, memory_of, prompt_ids_of
 from sglang_taper.engine.token_memory import NUM_CONTEXT_IDS, coder, written_ids
 from sglang_taper.errors import FieldError
+from sglang_taper.ids import new_group
 from sglang_taper.protocol import SCOPE_KEY, BranchMeta, parse_branch_meta
 
 Piece = str | Sequence[int]
@@ -60,7 +60,7 @@ async def source_of(body: ForkRequest, manager: Any, request: Request) -> Source
 
 
 def _new_meta(slos: Mapping[str, Any], group: str | None = None) -> BranchMeta:
-    return parse_branch_meta({"group": group or uuid.uuid4().hex, **slos}, "body")
+    return parse_branch_meta({"group": group or new_group(), **slos}, "body")
 
 
 async def _ids_of_chat(

@@ -165,6 +165,8 @@ class ForkRun:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(self, one: Progress, queue: asyncio.Queue[Event]) -> None:
+        # An abort of the group since the call is meant for all of it, the join as well.
+        one.request.taper_called_ms = self.call.called_ms  # type: ignore[attr-defined]
         answers = self._manager.generate_request(one.request, self._request)
         try:
             async with aclosing(answers):
