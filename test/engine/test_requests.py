@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from sglang_taper.engine import requests
+from sglang_taper.engine.front_end_driver import refuse_before_stream_hook
 from sglang_taper.errors import FieldError
 from sglang_taper.protocol import MAX_DEPTH, MAX_WIDTH, parse_branch_meta
 
@@ -338,7 +339,7 @@ def serve(obj: Any) -> Any:
     async def stock(obj: Any, request: Any) -> str:
         return "streamed"
 
-    return asyncio.run(requests.refuse_before_stream_hook(stock, obj, http({})))
+    return asyncio.run(refuse_before_stream_hook(stock, obj, http({})))
 
 
 def test_a_bad_streaming_request_is_a_400_before_the_stream() -> None:

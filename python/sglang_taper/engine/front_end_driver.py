@@ -9,23 +9,26 @@ requests are made, heard and aborted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import fastapi
+from fastapi import Request
+from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_taper.engine.front_end_answers import AnswerWriter, Chunk, Place, encode
 from sglang_taper.engine.front_end_requests import (
     FIELD,
     bound_of,
+    check_front_end,
     checked_meta,
     front_end_of,
     part_metas,
     part_request,
 )
-from sglang_taper.engine.requests import prepare_request_hook
+from sglang_taper.engine.requests import prepare, prepare_request_hook
 from sglang_taper.errors import FieldError
 from sglang_taper.front_ends.registry import make_front_end
 from sglang_taper.front_ends.run import ABORTED, ProgramRun
@@ -48,6 +51,23 @@ def generate_request_hook(
         return serve_program(manager, obj, request, name)
     prepare_request_hook(manager, obj, request)
     return original(manager, obj, request)
+
+
+async def refuse_before_stream_hook(
+    original: Callable[[GenerateReqInput, Request], Awaitable[Any]],
+    obj: GenerateReqInput,
+    request: Request,
+) -> Any:
+    """AROUND `serve_generate_request`: HTTP 400 instead of a 200 stream with an error.
+
+    A streaming /generate has sent its status before `generate_request` is entered.
+    """
+    try:
+        check_front_end(obj, request.headers)
+        prepare(obj, request.headers)
+    except FieldError as error:
+        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+    return await original(obj, request)
 
 
 def abort_program_hook(manager: Any, rid: str = "", abort_all: bool = False) -> None:

@@ -187,7 +187,7 @@ HOOKS: tuple[Hook, ...] = (
         target="sglang.srt.entrypoints.http_server.serve_generate_request",
         kind=Kind.AROUND,
         role=Role.TOKENIZER,
-        function=f"{_ENGINE}.requests:refuse_before_stream_hook",
+        function=f"{_ENGINE}.front_end_driver:refuse_before_stream_hook",
         why="must answer 400 instead of opening a stream",
         removable_when="/generate validates before it opens the stream",
     ),

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_taper.engine.clock import monotonic_ms
@@ -184,26 +183,6 @@ def prepare_request_hook(
     """Before `generate_request`, unless a front end serves it: metadata is checked."""
     if isinstance(obj, GenerateReqInput):
         prepare(obj, getattr(request, "headers", None))
-
-
-async def refuse_before_stream_hook(
-    original: Callable[[GenerateReqInput, Request], Awaitable[Any]],
-    obj: GenerateReqInput,
-    request: Request,
-) -> Any:
-    """AROUND `serve_generate_request`: HTTP 400 instead of a 200 stream with an error.
-
-    A streaming /generate has sent its status before `generate_request` is entered.
-    """
-    # Built on this module.
-    from sglang_taper.engine.front_end_requests import check_front_end
-
-    try:
-        check_front_end(obj, request.headers)
-        prepare(obj, request.headers)
-    except FieldError as error:
-        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
-    return await original(obj, request)
 
 
 def number_sibling_hook(manager: Any, tokenized: Any) -> None:
