@@ -15,14 +15,19 @@ from pathlib import Path
 import pytest
 from forking import wait_for
 
-from server import SMALL_POOL, START_TIMEOUT_S, STOP_TIMEOUT_S, Server, free_port
+from server import (
+    PROFILE,
+    SMALL_POOL,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Server,
+    free_port,
+)
 from sglang_taper.server_process import session_members
 
 DOCKER = Path(__file__).parents[2] / "docker"
 
 
-# In place of a calibration, which takes time.
-PROFILE = '{"a_ms": 50, "b_ms_per_row": 10, "c_ms_per_token": 0.01}'
 NUM_TOKENS = 60
 
 

@@ -22,7 +22,7 @@ from fork_calls import (
     lines,
     reasons,
 )
-from forking import assert_idle_pool, some_ids, stream, wait_for
+from forking import some_ids, stream, wait_for
 from workload import STORY, TOPICS
 
 from server import Server
@@ -38,12 +38,7 @@ SCHEMA = json.dumps(
 )
 
 
-@pytest.fixture(autouse=True)
-def _idle_at_both_ends(taper_server: Server) -> Any:
-    taper_server.set_policy(policy="eager")
-    taper_server.flush()
-    yield
-    assert_idle_pool(taper_server)
+pytestmark = pytest.mark.usefixtures("eager_and_idle")
 
 
 def test_branches_say_what_separate_calls_say(taper_server: Server) -> None:

@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 from fork_calls import GREEDY, LONG, generated, ids_of_text
-from forking import assert_idle_pool, wait_for
+from forking import wait_for
 from workload import STORY, TOPICS
 
 from server import Server
 from sglang_taper.frontend.client import ServerError, TaperClient
 from sglang_taper.frontend.server_fork import BranchProgress
 
-
-@pytest.fixture(autouse=True)
-def _idle_at_both_ends(taper_server: Server) -> Any:
-    taper_server.set_policy(policy="eager")
-    taper_server.flush()
-    yield
-    assert_idle_pool(taper_server)
+pytestmark = pytest.mark.usefixtures("eager_and_idle")
 
 
 def ask(server: Server, question: Callable[[TaperClient], Awaitable[Any]]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests as http
 from fork_calls import GREEDY, LONG, call, events, finals, fork, generated, reasons
-from forking import assert_idle_pool, wait_for
+from forking import wait_for
 from workload import STORY
 
 from server import Server
@@ -18,13 +18,7 @@ from server import Server
 HUGE = "word " * 20_000  # more than the model's context
 
 
-@pytest.fixture(autouse=True)
-def _idle_at_both_ends(taper_server: Server) -> Any:
-    taper_server.set_policy(policy="eager")
-    taper_server.flush()
-    yield
-    assert_idle_pool(taper_server)
-    assert taper_server.process.poll() is None
+pytestmark = pytest.mark.usefixtures("eager_and_idle")
 
 
 def with_params(**params: Any) -> dict[str, Any]:

@@ -15,13 +15,12 @@ import pytest
 import requests as http
 from forking import branch_of, new_group, reason_of, some_ids, stream, wait_for
 
-from server import EXACT, Server, running_server
+from server import EXACT, OURS, PROFILE, Server, running_server
 from sglang_taper.server_process import session_members
 
 # SGLang looks every five seconds whether it was told, and then whether all have ended.
 DRAIN_S, NOTICE_S = 60, 10
 NUM_BRANCHES, NUM_TOKENS = 6, 60
-OURS = "sglang_taper.launch_server"
 PLAIN = "sglang.launch_server"
 
 
@@ -32,7 +31,7 @@ def busy_server(
     """Under `off` one branch of each fork decodes and five are deferred."""
     # In place of a calibration, which takes time.
     profile = folder / "profile.json"
-    profile.write_text('{"a_ms": 50, "b_ms_per_row": 10, "c_ms_per_token": 0.01}')
+    profile.write_text(PROFILE)
     flags = (*EXACT, "--branch-policy", "off", "--latency-profile", str(profile))
     with (
         running_server(*flags, module=module) as server,
