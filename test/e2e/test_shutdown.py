@@ -20,7 +20,7 @@ from sglang_taper.server_process import session_members
 
 # SGLang looks every five seconds whether it was told, and then whether all have ended.
 DRAIN_S, NOTICE_S = 60, 10
-NUM_BRANCHES, NUM_TOKENS = 6, 60
+NUM_BRANCHES, NUM_TOKENS = 6, 30
 PLAIN = "sglang.launch_server"
 
 
