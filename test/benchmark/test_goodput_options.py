@@ -42,7 +42,7 @@ def test_what_is_given_wins_over_the_preset() -> None:
     assert options.args.rounds == 1
     assert [contender.label for contender in options.policies] == ["off", "cap:3"]
     assert options.slos_ms == {"tpot": 40}
-    assert options.args.arrivals == "closed:12"
+    assert options.args.arrivals == "closed:8"
 
 
 def test_parameters_of_a_policy_may_follow_commas() -> None:
