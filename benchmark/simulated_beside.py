@@ -135,8 +135,12 @@ def simulated(result: Result, machine: Machine) -> dict[str, Any]:
         PolicyParams(ttft_slo_ms=planned["ttft"], tpot_slo_ms=planned["tpot"]),
         result["params"],
     )
-    rows = result["server"]["arguments"]["max_running_requests"]
-    engine = EngineOptions(max_rows=rows, joins="tree")
+    arguments = result["server"]["arguments"]
+    engine = EngineOptions(
+        max_rows=arguments["max_running_requests"],
+        joins="tree",
+        late_results=not arguments["disable_overlap_schedule"],
+    )
     run = simulate(
         fitted(make_requests(spec), (low, high), math.inf).requests,
         params,

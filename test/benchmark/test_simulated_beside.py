@@ -50,7 +50,11 @@ def real_result(policy: str = "eager", **changes: Any) -> dict[str, Any]:
         },
         "server": {
             "max_total_num_tokens": 8192,
-            "arguments": {"chunked_prefill_size": 2048, "max_running_requests": 64},
+            "arguments": {
+                "chunked_prefill_size": 2048,
+                "max_running_requests": 64,
+                "disable_overlap_schedule": False,
+            },
         },
     }
     return json.loads(json.dumps(result))
@@ -83,7 +87,7 @@ def test_a_run_is_played_with_its_policy_and_slos(policy: str) -> None:
         ttft_slo_ms=SLOS["ttft"],
         tpot_slo_ms=SLOS["tpot"],
     )
-    engine = beside.EngineOptions(max_rows=64, joins="tree")
+    engine = beside.EngineOptions(max_rows=64, joins="tree", late_results=True)
     own = simulate(make_requests(SPEC), params, machine(), engine, Handicap(), 6, 3)
     assert played == result_of(own, SLOS)
 

@@ -31,6 +31,7 @@ FORK = requests((0, 4, [2, [[3], [5], [4]], 2]))
     st.sampled_from([math.inf, 5]),
     st.sampled_from(["off", "0.05", "auto"]),
     st.sampled_from([None, 2]),
+    st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
 def test_every_token_is_produced_once_and_places_are_kept(
@@ -41,6 +42,7 @@ def test_every_token_is_produced_once_and_places_are_kept(
     max_rows: float,
     hold: str,
     concurrency: int | None,
+    late_results: bool,
 ) -> None:
     planned = sorted(planned, key=lambda request: request.arrival_ms)
     simulation = run(
@@ -51,6 +53,7 @@ def test_every_token_is_produced_once_and_places_are_kept(
         max_rows=max_rows,
         prefill_hold_s=hold,
         concurrency=concurrency,
+        late_results=late_results,
     )
     sent = simulation.intake.sent
     assert [request.planned for request in sent] == planned
@@ -171,3 +174,33 @@ def test_a_closed_loop_sends_the_next_request_when_one_has_ended() -> None:
 def test_the_same_run_gives_the_same_steps() -> None:
     many = requests(*[(7.0 * i, 10 + i, [3, [[4], [6], [2 + i]], 2]) for i in range(9)])
     assert steps_of(run(many, "ledger")) == steps_of(run(many, "ledger"))
+
+
+# One forks and joins, the other has eight tokens all the while.
+BESIDE = requests((0, 4, [2, [[2], [2]], 1]), (0, 4, [8]))
+AT_ONCE = "P13:2 D25:2 D38:3 D51:3 D63:2 D74:1 D85:1 D96:1"
+A_STEP_LATER = "P13:2 D25:2 D36:1 D49:3 D62:3 D73:1 D85:2 D96:1"
+
+
+@pytest.mark.parametrize(("late", "steps"), [(False, AT_ONCE), (True, A_STEP_LATER)])
+def test_with_late_results_forks_and_joins_miss_a_step(late: bool, steps: str) -> None:
+    simulation = run(BESIDE, machine=FLAT, max_rows=9, late_results=late)
+    assert steps_of(simulation) == steps
+
+
+def test_with_late_results_nothing_waits_when_nothing_else_runs() -> None:
+    early, late = (
+        steps_of(run(FORK, machine=FLAT, max_rows=9, late_results=late))
+        for late in (False, True)
+    )
+    assert early == late
+
+
+def test_with_late_results_a_client_sends_its_next_request_a_step_later() -> None:
+    planned = requests((0, 4, [2]), (0, 4, [6]), (0, 4, [2]))
+    early, late = (
+        run(planned, machine=FLAT, max_rows=9, late_results=late, concurrency=2)
+        for late in (False, True)
+    )
+    assert early.intake.sent[2].arrival_ms == 25
+    assert late.intake.sent[2].arrival_ms == 36

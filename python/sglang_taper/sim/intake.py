@@ -34,13 +34,16 @@ class EngineOptions(msgspec.Struct, frozen=True):
     join computes again, nothing (`kv`: branches are concatenated in the KV pool), all
     but the first branch (`tree`: what our server finds in its radix tree), or all
     branches (`text`: a client on a stock server). `sees_stalls` False: the policy is
-    told that prefills take no time. Prefills are held as `PolicyParams` says.
+    told that prefills take no time. `late_results`: that something has ended is known
+    a step later, as with SGLang's overlap scheduling, forks and joins only where they
+    queue. Prefills are held as `PolicyParams` says.
     """
 
     max_requests: float = math.inf
     max_rows: float = math.inf
     joins: str = "kv"
     sees_stalls: bool = True
+    late_results: bool = False
 
 
 @dataclass(slots=True, eq=False)

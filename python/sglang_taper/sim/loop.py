@@ -25,7 +25,7 @@ from sglang_taper.policy.types import AdmissionPlan, PolicyParams, StepView
 from sglang_taper.sim.intake import EngineOptions, Entry, Intake
 from sglang_taper.sim.machine import Machine
 from sglang_taper.sim.predictors import Predictor, ScaledPredictor
-from sglang_taper.sim.programs import Progress, Row, RunningRequest
+from sglang_taper.sim.programs import News, Progress, Row, RunningRequest
 from sglang_taper.workload.requests import PlannedRequest
 
 
@@ -73,6 +73,7 @@ class Simulation:
         self.now_ms = 0.0
         self.steps: list[tuple[str, float, int]] = []
         self.itls_ms = array("d")
+        self._unseen = News()
         self._builder, self._roster = StepBuilder(), DecodeRoster()
         self._rows: list[Row] = []
         self._states: list[BranchState] = []
@@ -92,6 +93,8 @@ class Simulation:
                 self._prefill()
             elif self._rows:
                 self._decode()
+            elif self._unseen:
+                self._settle()
             elif intake.next_arrival_ms is not None:
                 self.now_ms = max(self.now_ms, intake.next_arrival_ms)
             else:
@@ -128,17 +131,21 @@ class Simulation:
             self.progress.proceed(path, now_ms, has_token=gives_token)
 
     def _settle(self) -> None:
+        """What a step has brought is known at its end, or at that of the next one."""
+        news = self.progress.take_news()
+        if self.options.late_results:
+            news, self._unseen = self._unseen, news
+        self._act_on(news)
+
+    def _act_on(self, news: News) -> None:
         """Requests have ended, and paths wait to go on."""
-        progress = self.progress
-        for request in progress.ended:
+        for request in news.ended:
             self.intake.retire(request)
-            request.is_victim = progress.was_victim(request)
-        progress.ended.clear()
-        for path, num_tokens, num_rows in progress.waiting:
+            request.is_victim = self.progress.was_victim(request)
+        for path, num_tokens, num_rows in news.waiting:
             self.intake.go_on(
                 Entry(path.request, num_tokens, self.now_ms, path, num_rows)
             )
-        progress.waiting.clear()
 
     def _spend(self, duration_ms: float, is_stall: bool) -> None:
         self.now_ms += duration_ms

@@ -86,22 +86,37 @@ class RunningRequest:
         )
 
 
+@dataclass(slots=True, eq=False)
+class News:
+    """What a step has brought: requests that ended, and paths that must queue to go on,
+    with the tokens to prefill and the rows they need."""
+
+    ended: list[RunningRequest] = field(default_factory=list)
+    waiting: list[tuple[RunningPath, int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.waiting)
+
+
 class Progress:
     """Moves requests from phase to phase, and knows which ones changed.
 
-    `waiting` collects paths that must queue to go on, with the tokens to prefill and
-    the rows they need: joins that compute anything, and where `forks_queue` all forks
-    and joins. `dirty` is set when a row has come or gone.
+    Paths that must queue are joins that compute anything, and where `forks_queue` all
+    forks and joins. `dirty` is set when a row has come or gone.
     """
 
     def __init__(self, joins: str, forks_queue: bool) -> None:
         self.joins, self.forks_queue = joins, forks_queue
         self.dirty = True
-        self.waiting: list[tuple[RunningPath, int, int]] = []
-        self.ended: list[RunningRequest] = []
+        self._news = News()
         self.num_forks = 0
         self.last_join_ms = -1.0
         self.step = -1
+
+    def take_news(self) -> News:
+        """What has happened since this was last called."""
+        news, self._news = self._news, News()
+        return news
 
     def start(self, request: RunningRequest, now_ms: float) -> None:
         """Its prefill is done and has given its first token."""
@@ -153,7 +168,7 @@ class Progress:
         path.to_open = branches
         self.num_forks += 1
         if self.forks_queue:
-            self.waiting.append((path, 0, len(branches)))
+            self._news.waiting.append((path, 0, len(branches)))
         else:
             self.open_branches(path, now_ms)
 
@@ -169,7 +184,7 @@ class Progress:
         parent = path.parent
         if parent is None:
             path.request.ended_ms = now_ms
-            self.ended.append(path.request)
+            self._news.ended.append(path.request)
             return
         written = path.context_tokens - parent.context_tokens
         if path.index == 0:
@@ -186,7 +201,7 @@ class Progress:
         self.last_join_ms = now_ms
         tokens = self._tokens_to_prefill(path)
         if (tokens or self.forks_queue) and not path.has_ended:
-            self.waiting.append((path, tokens, 1))
+            self._news.waiting.append((path, tokens, 1))
         else:
             self.proceed(path, now_ms)
 
