@@ -39,11 +39,11 @@ PRESETS: dict[str, str] = {
         --server-flags '--max-total-tokens 24576 --max-running-requests 16'""",
     # The corner of the paper's headline: steps that cost nearly the same for any width.
     "cpu-headline": """
-        --policies off,eager,taper,ledger --rounds 3 --num-prompts 36
-        --arrivals closed:8 --pdr 0.35 --pts 0.98 --fan-out 12-16 --stages 1-1
-        --prompt-tokens 24 --serial-tokens 30 --decomposable-factor 5
-        --goodput ttft:6000 --slo-procedure --tpot-x 1.25
-        --test-step-cost-ms 400
+        --policies off,eager,taper,ledger --rounds 3 --num-prompts 48
+        --arrivals closed:8 --pdr 0.35 --pts 0.98 --fan-out 16-20 --stages 1-1
+        --prompt-tokens 24 --serial-tokens 20 --decomposable-factor 6
+        --goodput ttft:6000 --slo-procedure --tpot-x 1.35
+        --test-step-cost-ms 300
         --server-flags '--max-total-tokens 32768 --max-running-requests 128'""",
     # As a system: long prefixes, on our server and on stock SGLang side by side.
     "cpu-vs-stock": """
