@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,31 @@ def test_a_queue_that_waits_for_room_is_not_looked_at_in_every_step(
         engine.step()
     assert behind.finished()
     drain(engine)
+
+
+def test_a_branch_whose_grammar_is_ready_within_a_pass_starts_once(
+    engine: ForkEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang queues it after the queue was looked at: it was left there, and started
+    again, as a second row of the same request."""
+    first = send(engine, "first", PROMPT[:64], branch=0, **FORK)
+    while len(first.output_ids) < 2:
+        engine.step()
+    late = send(engine, "late", PROMPT[:64], branch=1, **FORK)
+    engine.waiting_queue.remove(late)
+    ready = [[late]]
+    monkeypatch.setattr(
+        engine,
+        "grammar_manager",
+        SimpleNamespace(
+            has_waiting_grammars=lambda: bool(ready),
+            get_ready_grammar_requests=ready.pop,
+            grammar_queue=[],
+        ),
+    )
+    engine.step()
+    assert late.taper.is_aliased
+    assert engine.running_batch.reqs.count(late) == 1
+    assert late not in engine.waiting_queue
+    drain(engine)
+    assert len(late.output_ids) == len(first.output_ids)

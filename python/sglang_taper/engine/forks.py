@@ -68,19 +68,17 @@ class ForkAdmission:
         self._aliased, self._donors = [], {}
         self._running = running.reqs
         before = self._engine.waiting_queue
-        if not before or not self._may_admit(running):
-            yield
-            return
-        visible = self._visible(running)
-        if visible is before and not self._has_forks(before):
-            yield
-            return
-        hidden = set(before) - set(visible)
+        visible = before
+        if before and self._may_admit(running):
+            visible = self._visible(running)
+        hidden = set() if visible is before else set(before) - set(visible)
         self._engine.waiting_queue = visible
         try:
             yield
         finally:
-            self._requeue(before, hidden)
+            # Always: SGLang queues requests whose grammar is ready within the pass.
+            if hidden or self._aliased:
+                self._requeue(before, hidden)
 
     def _may_admit(self, running: ScheduleBatch) -> bool:
         """False where SGLang does not look at the queue at all."""
