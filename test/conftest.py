@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +15,15 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from server import EXACT, Server, running_server
+
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IN_WORKER:
+    # Servers of two workers on two cores: threads that wait for each other would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Two workers, each with the shared servers of its files, fit 24 GB only if what needs
+# several at once is in one of them.
+MANY_SERVERS = {"test_data_parallel.py", "test_goodput.py", "test_tensor_parallel.py"}
 
 # The same examples everywhere; how fast they run is the machine's affair.
 settings.register_profile(
@@ -40,8 +52,39 @@ def stock_server() -> Iterator[Server]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever needs a server is slow; cheap tests come first."""
+    """Whatever needs a server is slow. Cheap tests come first, or fill up the end."""
     for item in items:
         if "e2e" in item.nodeid:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    items.sort(key=_turn if IN_WORKER else _is_slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that use the same servers run in the same process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _server_group(config.rootpath / nodeid.split("::")[0])
+
+    return ByServers(config, log)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool, bool]:
+    """The longest first, and who needs many servers while no shared one is there."""
+    is_shared = _server_group(item.path) in ("stock", "taper")
+    return not _is_slow(item), not is_shared, item.path.name not in MANY_SERVERS
+
+
+@functools.cache
+def _server_group(path: Path) -> str:
+    """All files that need the same servers, or a file that needs none of these."""
+    text = path.read_text()
+    if path.name in MANY_SERVERS or "stock_server" in text:
+        return "stock"
+    return "taper" if "taper_server" in text or "eager_and_idle" in text else str(path)
