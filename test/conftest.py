@@ -21,6 +21,7 @@ if IN_WORKER:
     # Servers of two workers on two cores: threads that wait for each other would spin.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+SHARED_GROUPS = ("stock", "taper")
 # Two workers, each with the shared servers of its files, fit 24 GB only if what needs
 # several at once is in one of them.
 MANY_SERVERS = {"test_data_parallel.py", "test_goodput.py", "test_tensor_parallel.py"}
@@ -34,6 +35,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+shared_servers: list[Server] = []
+
 
 @pytest.fixture(scope="session")
 def taper_server() -> Iterator[Server]:
@@ -41,6 +44,7 @@ def taper_server() -> Iterator[Server]:
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     flags = (*EXACT, "--enable-metrics", "--enable-custom-logit-processor")
     with running_server(*flags, env=env, calibrates=True) as server:
+        shared_servers.append(server)
         yield server
 
 
@@ -48,6 +52,7 @@ def taper_server() -> Iterator[Server]:
 def stock_server() -> Iterator[Server]:
     """Plain SGLang: the plugin is installed, its policy is `none`."""
     with running_server(*EXACT, module="sglang.launch_server") as server:
+        shared_servers.append(server)
         yield server
 
 
@@ -57,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "e2e" in item.nodeid:
             item.add_marker(pytest.mark.slow)
     items.sort(key=_turn if IN_WORKER else _is_slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What comes after the last test with a shared server needs its memory."""
+    if IN_WORKER and nextitem and _server_group(nextitem.path) not in SHARED_GROUPS:
+        while shared_servers:
+            shared_servers.pop().stop()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,7 +90,7 @@ def _is_slow(item: pytest.Item) -> bool:
 
 def _turn(item: pytest.Item) -> tuple[bool, bool, bool]:
     """The longest first, and who needs many servers while no shared one is there."""
-    is_shared = _server_group(item.path) in ("stock", "taper")
+    is_shared = _server_group(item.path) in SHARED_GROUPS
     return not _is_slow(item), not is_shared, item.path.name not in MANY_SERVERS
 
 
