@@ -47,7 +47,7 @@ class Server:
         self.url, self.process, self.log = url, process, log
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> requests.Response:
-        kwargs.setdefault("timeout", 120)
+        kwargs.setdefault("timeout", 300)
         return requests.post(self.url + path, json=body, **kwargs)
 
     def get(self, path: str) -> requests.Response:

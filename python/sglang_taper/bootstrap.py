@@ -37,9 +37,6 @@ MIN_PYTHON = (3, 11)
 REQUIRED_DISK_GB = 12
 STAMP = "taper_stamp.json"
 EXTRAS = {"demo": None, "test": "test"}
-# Starting a server is mostly one thread's work: two cores do nearly twice as much.
-# test/conftest.py says what goes together; `-n 0` after them runs one after another.
-IN_TWO_PROCESSES = ["-n", "2", "--no-loadscope-reorder"]
 USAGE = """\
 usage: bootstrap.py demo [arguments of `sglang-taper demo`]
        bootstrap.py test [arguments of pytest]"""
@@ -213,7 +210,7 @@ def final_command(environment: Environment, name: str, rest: list[str]) -> list[
     """The command this process turns into."""
     if name == "demo":
         return [str(environment.venv / "bin" / "sglang-taper"), "demo", *rest]
-    return [str(environment.python), "-m", "pytest", *IN_TWO_PROCESSES, *rest]
+    return [str(environment.python), "-m", "pytest", *rest]
 
 
 def _become(environment: Environment, name: str, rest: list[str]) -> NoReturn:

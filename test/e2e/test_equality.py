@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from workload import logprobs, mixed_requests, outputs, run_all, run_under
+from workload import logprobs, mixed_requests, outputs, run_all
 
 from server import EXACT, Server, running_server
 
@@ -19,6 +19,24 @@ DEFERRING = (
 
 def name_of(changes: dict[str, Any]) -> str:
     return "-".join(str(value) for value in changes.values())
+
+
+def run_under(server: Server, changes: dict[str, Any], requests: Any) -> Any:
+    """Answers under a policy, and how many rows it deferred."""
+    if changes["policy"] == "taper":
+        changes = {**changes, "tpot_slo_ms": slo_between(server)}
+    server.set_policy(**changes)
+    before = server.state()["counters"]["num_rows_deferred"]
+    answers = run_all(server, requests)
+    deferred = server.state()["counters"]["num_rows_deferred"] - before
+    server.flush()
+    return answers, deferred
+
+
+def slo_between(server: Server) -> float:
+    """A TPOT that the baseline of the mix keeps and all of its rows would not."""
+    model = server.state()["latency_model"]
+    return float(1.3 * (model["a_ms"] + 4 * model["b_ms_per_row"]))
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +113,27 @@ def test_outputs_are_equal_under_forced_retraction_without_overlap(
     assert any(a["meta_info"].get("retraction_count", 0) for a in answers) or (
         "Testing retraction" in harsh_server.text_of_log()
     )
+
+
+@pytest.fixture(scope="module")
+def tiny_pool() -> Any:
+    """Not enough KV for everybody at once: some requests have to wait."""
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    pool = ("--max-total-tokens", "300", "--max-running-requests", "16")
+    with running_server(*EXACT, "--sleep-on-idle", env=env, pool=pool) as server:
+        yield server
+
+
+@pytest.mark.parametrize("policy", ["eager", "off", "taper"])
+def test_outputs_are_equal_when_the_pool_is_too_small(
+    tiny_pool: Server, stock_server: Server, policy: str
+) -> None:
+    requests = mixed_requests(with_penalty=False)
+    for request in requests:
+        request["sampling_params"]["max_new_tokens"] = 45
+    expected = outputs(run_all(stock_server, requests))
+    stock_server.flush()
+    answers, _ = run_under(tiny_pool, {"policy": policy}, requests)
+    assert outputs(answers) == expected
+    steps = [s for s in tiny_pool.state()["recent_steps"] if s["policy"] == policy]
+    assert max(step["num_rows"] for step in steps) < len(requests)

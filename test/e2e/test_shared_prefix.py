@@ -45,7 +45,7 @@ def pages_of_16() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sharing_off() -> Iterator[Server]:
     with running_server(*EXACT, "--shared-prefix-attention", "off") as server:
         yield server
@@ -123,14 +123,6 @@ def stock(stock_server: Server) -> dict[str, Any]:
     }
 
 
-def test_off_means_stock_attention(sharing_off: Server, stock: dict[str, Any]) -> None:
-    assert attention(sharing_off) == {"backend": "stock"}
-    assert sharing_off.state()["latency_model"]["shared_read_once"] is False
-    sharing_off.set_policy(policy="eager")
-    answers = sharing_off.generate(fork(own=3))
-    assert ids_of(answers) == ids_of(stock["own"])
-
-
 def test_the_kernel_serves_unless_pytorch_is_asked_for(
     taper_server: Server, pages_of_16: Server
 ) -> None:
@@ -204,6 +196,14 @@ def test_an_abort_midway_leaves_the_others_right(
         pass
     answers = sharing.generate(fork(own=3))
     sharing.post("/abort_request", {"group": group})
+    assert ids_of(answers) == ids_of(stock["own"])
+
+
+def test_off_means_stock_attention(sharing_off: Server, stock: dict[str, Any]) -> None:
+    assert attention(sharing_off) == {"backend": "stock"}
+    assert sharing_off.state()["latency_model"]["shared_read_once"] is False
+    sharing_off.set_policy(policy="eager")
+    answers = sharing_off.generate(fork(own=3))
     assert ids_of(answers) == ids_of(stock["own"])
 
 

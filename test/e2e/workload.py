@@ -80,21 +80,3 @@ def outputs(answers: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-def run_under(server: Server, changes: dict[str, Any], requests: Any) -> Any:
-    """Answers under a policy, and how many rows it deferred."""
-    if changes["policy"] == "taper":
-        changes = {**changes, "tpot_slo_ms": slo_between(server)}
-    server.set_policy(**changes)
-    before = server.state()["counters"]["num_rows_deferred"]
-    answers = run_all(server, requests)
-    deferred = server.state()["counters"]["num_rows_deferred"] - before
-    server.flush()
-    return answers, deferred
-
-
-def slo_between(server: Server) -> float:
-    """A TPOT that the baseline of the mix keeps and all of its rows would not."""
-    model = server.state()["latency_model"]
-    return float(1.3 * (model["a_ms"] + 4 * model["b_ms_per_row"]))
