@@ -76,7 +76,8 @@ class ForkAdmission:
         try:
             yield
         finally:
-            # Always: SGLang queues requests whose grammar is ready within the pass.
+            # Not only if forks were queued before: SGLang queues requests whose
+            # grammar is ready within the pass.
             if hidden or self._aliased:
                 self._requeue(before, hidden)
 
