@@ -158,6 +158,28 @@ def test_a_change_of_speed_is_learned_within_a_window_of_drift(factor: float) ->
     assert coefficients(model) == scaled
 
 
+@pytest.mark.parametrize("pace", [1.2, 0.85])
+def test_predictions_follow_a_pace_that_is_over_before_a_fit_sees_it(
+    pace: float,
+) -> None:
+    model = StepLatencyModel()
+    feed(model, 256 + 16)
+    feed(model, 20, lambda r, t: pace * true_ms(r, t), seed=5)
+    assert model.predict(100, 50_000) == pytest.approx(
+        pace * true_ms(100, 50_000), rel=0.02
+    )
+    feed(model, 24, seed=6)
+    assert model.predict(100, 50_000) == pytest.approx(true_ms(100, 50_000), rel=0.02)
+    assert model.num_drifts == 0
+
+
+def test_steps_far_off_do_not_change_the_pace() -> None:
+    model = StepLatencyModel()
+    feed(model, 256)
+    feed(model, 8, lambda r, t: 1.5 * true_ms(r, t), seed=5)
+    assert coefficients(model) == pytest.approx((A, B, C), rel=1e-3)
+
+
 def test_each_change_of_speed_is_counted_and_noise_is_not() -> None:
     rng, model = random.Random(7), StepLatencyModel()
     feed(model, 500, lambda r, t: true_ms(r, t) * rng.uniform(0.8, 1.2))

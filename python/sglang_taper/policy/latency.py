@@ -25,6 +25,9 @@ HEALTH_WINDOW = 64
 MAX_MAPE, GOOD_MAPE = 0.30, 0.20
 # The engine has changed when most recent predictions are this wrong on one side.
 DRIFT_ERROR, DRIFT_WINDOW, DRIFT_EXCEPTIONS = 0.25, 16, 3
+# What a machine shared with others does for a few seconds is over before a fit sees it:
+# predictions follow the mean pace of about this many steps. Fewer follow noise.
+PACE_STEPS = 8
 
 _PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
 _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
@@ -70,6 +73,9 @@ class StepLatencyModel:
         self._samples: deque[Sample] = deque(maxlen=window)
         self._errors: deque[float] = deque(maxlen=HEALTH_WINDOW)
         self._fitted: Vector | None = None
+        # Lately measured times over fitted ones, and errors of the fit without it.
+        self._pace = 1.0
+        self._misfits: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._healthy = True
         self._until_refit = MIN_SAMPLES
         self._until_drift = DRIFT_WINDOW
@@ -95,7 +101,8 @@ class StepLatencyModel:
     def coefficients(self) -> LatencyCoefficients:
         """The model as plans see it; all zero and not trusted before the first fit."""
         if self._coefficients is None:
-            a_ms, b_ms, c_ms = self._fitted or (0.0, 0.0, 0.0)
+            fitted = self._fitted or (0.0, 0.0, 0.0)
+            a_ms, b_ms, c_ms = (self._pace * value for value in fitted)
             self._coefficients = LatencyCoefficients(
                 a_ms=a_ms,
                 b_ms_per_row=b_ms,
@@ -122,7 +129,11 @@ class StepLatencyModel:
             self._errors.append(self.predict(rows, kv_tokens) / step_ms - 1)
             self._update_health()
         rows = bucket_rows(rows, self.graph_buckets)
-        self._samples.append(sample_of(rows, kv_tokens, step_ms))
+        sample = sample_of(rows, kv_tokens, step_ms)
+        self._samples.append(sample)
+        if self._fitted is not None:
+            self._misfits.append(dot(self._fitted, sample) - 1)
+            self._follow_pace(sample)
         self._until_refit -= 1
         self._until_drift -= 1
         self._follow_drift()
@@ -137,15 +148,24 @@ class StepLatencyModel:
         if self._healthy != was_healthy:
             self._coefficients = None
 
+    def _follow_pace(self, sample: Sample) -> None:
+        """Move the pace towards that of a step, unless the step is far off: that is
+        an outlier, or a drift if the next ones are like it."""
+        assert self._fitted is not None
+        error = self._pace * dot(self._fitted, sample) - 1
+        if abs(error) <= DRIFT_ERROR:
+            self._pace *= 1 - error / PACE_STEPS
+            self._coefficients = None
+
     def _follow_drift(self) -> None:
         """If the engine has changed, learn it anew from the steps that show it.
 
         What they do not determine is assumed to have changed like the whole: a
         machine half as fast is slower in all three terms.
         """
-        if self._until_drift > 0 or len(self._errors) < DRIFT_WINDOW:
+        if self._until_drift > 0 or len(self._misfits) < DRIFT_WINDOW:
             return
-        if abs(self._errors[-1]) <= DRIFT_ERROR:
+        if abs(self._misfits[-1]) <= DRIFT_ERROR:
             return
         recent = self._drifted_samples()
         if len(recent) < DRIFT_WINDOW - DRIFT_EXCEPTIONS or self._fitted is None:
@@ -163,14 +183,16 @@ class StepLatencyModel:
     def _drifted_samples(self) -> list[Sample]:
         """Of the recent steps those mispredicted badly, on the side most are on."""
         samples = list(self._samples)[-DRIFT_WINDOW:]
-        pairs = list(zip(samples, list(self._errors)[-DRIFT_WINDOW:], strict=True))
+        pairs = list(zip(samples, self._misfits, strict=True))
         slower = [sample for sample, error in pairs if error < -DRIFT_ERROR]
         faster = [sample for sample, error in pairs if error > DRIFT_ERROR]
         return max(slower, faster, key=len)
 
     def _refit(self) -> None:
         self._fitted = robust_fit(list(self._samples), self._fitted)
-        self._coefficients = None
+        self._pace, self._coefficients = 1.0, None
+        for sample in list(self._samples)[-2 * PACE_STEPS :]:
+            self._follow_pace(sample)
         self._until_refit = REFIT_EVERY
 
     def to_profile(self) -> dict[str, object]:
