@@ -19,9 +19,9 @@ COMMAND = str(Path(sysconfig.get_path("scripts")) / "sglang-taper")
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Measured for ten seconds on a server of its own."""
+    """Measured for fifteen seconds on a server of its own."""
     path = tmp_path_factory.mktemp("calibration") / "profile.json"
-    command = [COMMAND, "calibrate", "--output", str(path), "--budget-s", "10"]
+    command = [COMMAND, "calibrate", "--output", str(path), "--budget-s", "15"]
     done = subprocess.run(
         [*command, "--", *SMALL_POOL], capture_output=True, text=True, timeout=600
     )
@@ -54,8 +54,11 @@ def test_a_server_starts_from_the_profile_instead_of_calibrating(
         model = server.state()["latency_model"]
         written = json.loads(profile.read_text())
         assert model["trusted"]
-        for name in ("a_ms", "b_ms_per_row", "c_ms_per_token"):
-            assert model[name] == pytest.approx(written[name])
+        # All at the pace of the few steps that warmed the server up.
+        names = ("a_ms", "b_ms_per_row", "c_ms_per_token")
+        paces = [model[n] / written[n] for n in names if written[n]]
+        assert paces == pytest.approx([paces[0]] * len(paces))
+        assert 0.5 < paces[0] < 2
         assert "Calibrated the step-latency model" not in server.text_of_log()
 
 
