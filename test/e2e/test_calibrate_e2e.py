@@ -54,11 +54,8 @@ def test_a_server_starts_from_the_profile_instead_of_calibrating(
         model = server.state()["latency_model"]
         written = json.loads(profile.read_text())
         assert model["trusted"]
-        # All at the pace of the few steps that warmed the server up.
-        names = ("a_ms", "b_ms_per_row", "c_ms_per_token")
-        paces = [model[n] / written[n] for n in names if written[n]]
-        assert paces == pytest.approx([paces[0]] * len(paces))
-        assert 0.5 < paces[0] < 2
+        for name in ("a_ms", "b_ms_per_row", "c_ms_per_token"):
+            assert model[name] == pytest.approx(written[name])
         assert "Calibrated the step-latency model" not in server.text_of_log()
 
 

@@ -50,11 +50,14 @@ def describe_params(controller: BranchController) -> dict[str, Any]:
 
 def describe_model(controller: BranchController) -> dict[str, Any]:
     model = controller.model
-    described: dict[str, Any] = msgspec.to_builtins(model.coefficients())
-    described["mape"] = model.mape
-    described["num_samples"] = model.num_samples
-    described["num_drifts"] = model.num_drifts
-    return described
+    return {
+        **model.to_profile(),
+        "trusted": model.trusted,
+        "pace": model.pace,
+        "mape": model.mape,
+        "num_samples": model.num_samples,
+        "num_drifts": model.num_drifts,
+    }
 
 
 def describe_counters(controller: BranchController) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
 # A profile may also say this to the simulator; or how it came about; or be what
 # GET /taper/state says.
 SIMULATOR_KEYS = ("source", "prefill", "group_ms", "max_kv_tokens", "chunk_tokens")
-_STATE_KEYS = ("trusted", "mape", "num_samples", "num_drifts")
+_STATE_KEYS = ("trusted", "pace", "mape", "num_samples", "num_drifts")
 _IGNORED_KEYS = (*_STATE_KEYS, "calibration", *SIMULATOR_KEYS)
 
 
@@ -73,8 +73,9 @@ class StepLatencyModel:
         self._samples: deque[Sample] = deque(maxlen=window)
         self._errors: deque[float] = deque(maxlen=HEALTH_WINDOW)
         self._fitted: Vector | None = None
-        # Lately measured times over fitted ones, and errors of the fit without it.
-        self._pace = 1.0
+        # How much longer than fitted steps take lately: part of every prediction.
+        self.pace = 1.0
+        # Errors of the fit without it.
         self._misfits: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._healthy = True
         self._until_refit = MIN_SAMPLES
@@ -102,7 +103,7 @@ class StepLatencyModel:
         """The model as plans see it; all zero and not trusted before the first fit."""
         if self._coefficients is None:
             fitted = self._fitted or (0.0, 0.0, 0.0)
-            a_ms, b_ms, c_ms = (self._pace * value for value in fitted)
+            a_ms, b_ms, c_ms = (self.pace * value for value in fitted)
             self._coefficients = LatencyCoefficients(
                 a_ms=a_ms,
                 b_ms_per_row=b_ms,
@@ -152,9 +153,9 @@ class StepLatencyModel:
         """Move the pace towards that of a step, unless the step is far off: that is
         an outlier, or a drift if the next ones are like it."""
         assert self._fitted is not None
-        error = self._pace * dot(self._fitted, sample) - 1
+        error = self.pace * dot(self._fitted, sample) - 1
         if abs(error) <= DRIFT_ERROR:
-            self._pace *= 1 - error / PACE_STEPS
+            self.pace *= 1 - error / PACE_STEPS
             self._coefficients = None
 
     def _follow_drift(self) -> None:
@@ -190,17 +191,20 @@ class StepLatencyModel:
 
     def _refit(self) -> None:
         self._fitted = robust_fit(list(self._samples), self._fitted)
-        self._pace, self._coefficients = 1.0, None
+        self.pace, self._coefficients = 1.0, None
         for sample in list(self._samples)[-2 * PACE_STEPS :]:
             self._follow_pace(sample)
         self._until_refit = REFIT_EVERY
 
     def to_profile(self) -> dict[str, object]:
-        """The model as JSON-ready data; `from_profile` makes an equal one."""
-        model = self.coefficients()
-        profile: dict[str, object] = {k: getattr(model, k) for k in _PROFILE_KEYS}
-        profile["graph_buckets"] = list(model.graph_buckets)
-        return profile
+        """The model as JSON-ready data, without the pace of the last steps;
+        `from_profile` makes one with the same fit."""
+        fitted = self._fitted or (0.0, 0.0, 0.0)
+        return {
+            **dict(zip(_PROFILE_NUMBERS, fitted, strict=True)),
+            "shared_read_once": self.shared_read_once,
+            "graph_buckets": list(self.graph_buckets),
+        }
 
     @classmethod
     def from_profile(cls, profile: Mapping[str, object]) -> StepLatencyModel:
