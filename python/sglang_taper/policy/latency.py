@@ -1,8 +1,8 @@
 """Step-latency model `T = a + b*rows + c*kv_tokens`, learned while the server runs.
 
-Fitted by least squares on relative errors over a window of recent steps, with
-coefficients that are never negative. Weighting each step by 1/T makes a step that is
-50 times too long (a compilation, a page fault) count next to nothing.
+Fitted to its first steps by least squares on relative errors, and then filtered step
+by step (latency_filter.py). Relative errors make a step that is 50 times too long (a
+compilation, a page fault) count next to nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from sglang_taper.errors import FieldError
-from sglang_taper.policy.latency_fit import Sample, Vector, dot, robust_fit, sample_of
+from sglang_taper.policy.latency_filter import StepFilter
+from sglang_taper.policy.latency_fit import Sample, dot, robust_fit, sample_of
 from sglang_taper.policy.types import LatencyCoefficients
 
 # Anything outside is a broken clock, and its square would leave the float range.
 MIN_STEP_MS, MAX_STEP_MS = 1e-3, 1e7
 MIN_SAMPLES = 16
-REFIT_EVERY = 32
+# A profile's coefficients are known to about this share of themselves.
+PROFILE_SPREAD = 0.2
 HEALTH_WINDOW = 64
 # MAPE above which the model is not trusted, and below which it is again.
 MAX_MAPE, GOOD_MAPE = 0.30, 0.20
 # The engine has changed when most recent predictions are this wrong on one side.
 DRIFT_ERROR, DRIFT_WINDOW, DRIFT_EXCEPTIONS = 0.25, 16, 3
-# What a machine shared with others does for a few seconds is over before a fit sees it:
-# predictions follow the mean pace of about this many steps. Fewer follow noise.
-PACE_STEPS = 8
 
 _PROFILE_NUMBERS = ("a_ms", "b_ms_per_row", "c_ms_per_token")
 _PROFILE_KEYS = (*_PROFILE_NUMBERS, "shared_read_once", "graph_buckets")
@@ -64,32 +63,29 @@ class StepLatencyModel:
         *,
         shared_read_once: bool = False,
         graph_buckets: Sequence[int] = (),
-        window: int = 256,
     ) -> None:
         self.shared_read_once = shared_read_once
         self.graph_buckets = tuple(graph_buckets)
-        # Times that the engine was found to have changed its speed.
-        self.num_drifts = 0
-        self._samples: deque[Sample] = deque(maxlen=window)
+        # Times that the engine was found to have changed its speed, and steps seen.
+        self.num_drifts = self.num_samples = 0
         self._errors: deque[float] = deque(maxlen=HEALTH_WINDOW)
-        self._fitted: Vector | None = None
-        # How much longer than fitted steps take lately: part of every prediction.
-        self.pace = 1.0
-        # Errors of the fit without it.
-        self._misfits: deque[float] = deque(maxlen=DRIFT_WINDOW)
+        # The steps before the first fit.
+        self._first: list[Sample] = []
+        self._filter: StepFilter | None = None
+        # Fitted time over measured time, without the pace.
+        self._ratios: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._healthy = True
-        self._until_refit = MIN_SAMPLES
         self._until_drift = DRIFT_WINDOW
         self._coefficients: LatencyCoefficients | None = None
 
     @property
     def trusted(self) -> bool:
-        return self._fitted is not None and self._healthy
+        return self._filter is not None and self._healthy
 
     @property
-    def num_samples(self) -> int:
-        """Steps in the window."""
-        return len(self._samples)
+    def pace(self) -> float:
+        """How much longer than fitted steps take lately: part of every prediction."""
+        return 1.0 if self._filter is None else self._filter.pace
 
     @property
     def mape(self) -> float | None:
@@ -102,8 +98,8 @@ class StepLatencyModel:
     def coefficients(self) -> LatencyCoefficients:
         """The model as plans see it; all zero and not trusted before the first fit."""
         if self._coefficients is None:
-            fitted = self._fitted or (0.0, 0.0, 0.0)
-            a_ms, b_ms, c_ms = (self.pace * value for value in fitted)
+            pace = self.pace
+            a_ms, b_ms, c_ms = (pace * value for value in self._fit)
             self._coefficients = LatencyCoefficients(
                 a_ms=a_ms,
                 b_ms_per_row=b_ms,
@@ -122,86 +118,60 @@ class StepLatencyModel:
         """Learn from a step that took `step_ms`.
 
         A step without rows, or with a time no step can take, says nothing about
-        latency and is ignored. Refits now and then (under a millisecond).
+        latency and is ignored. Takes tens of microseconds.
         """
         if rows < 1 or kv_tokens < 0 or not MIN_STEP_MS <= step_ms <= MAX_STEP_MS:
             return
-        if self._fitted is not None:
+        if self._filter is not None:
             self._errors.append(self.predict(rows, kv_tokens) / step_ms - 1)
             self._update_health()
         rows = bucket_rows(rows, self.graph_buckets)
-        sample = sample_of(rows, kv_tokens, step_ms)
-        self._samples.append(sample)
-        if self._fitted is not None:
-            self._misfits.append(dot(self._fitted, sample) - 1)
-            self._follow_pace(sample)
-        self._until_refit -= 1
+        self._learn(sample_of(rows, kv_tokens, step_ms))
+        self.num_samples += 1
+        self._coefficients = None
+
+    def _learn(self, sample: Sample) -> None:
+        if self._filter is None:
+            self._first.append(sample)
+            if len(self._first) == MIN_SAMPLES:
+                self._filter = StepFilter.fitted(robust_fit(self._first), self._first)
+            return
+        ratio = dot(self._fit, sample)
+        self._ratios.append(ratio)
+        self._filter.observe(sample)
         self._until_drift -= 1
-        self._follow_drift()
-        if self._until_refit <= 0:
-            self._refit()
+        if self._until_drift <= 0 and abs(ratio - 1) > DRIFT_ERROR:
+            self._follow_drift(self._filter)
+
+    @property
+    def _fit(self) -> Sequence[float]:
+        return (0.0, 0.0, 0.0) if self._filter is None else self._filter.coefficients
 
     def _update_health(self) -> None:
-        was_healthy, mape = self._healthy, self.mape
+        mape = self.mape
         if mape is None or len(self._errors) < MIN_SAMPLES:
             return
-        self._healthy = mape < GOOD_MAPE or (was_healthy and mape <= MAX_MAPE)
-        if self._healthy != was_healthy:
-            self._coefficients = None
+        self._healthy = mape < GOOD_MAPE or (self._healthy and mape <= MAX_MAPE)
 
-    def _follow_pace(self, sample: Sample) -> None:
-        """Move the pace towards that of a step, unless the step is far off: that is
-        an outlier, or a drift if the next ones are like it."""
-        assert self._fitted is not None
-        error = self.pace * dot(self._fitted, sample) - 1
-        if abs(error) <= DRIFT_ERROR:
-            self.pace *= 1 - error / PACE_STEPS
-            self._coefficients = None
-
-    def _follow_drift(self) -> None:
-        """If the engine has changed, learn it anew from the steps that show it.
-
-        What they do not determine is assumed to have changed like the whole: a
-        machine half as fast is slower in all three terms.
+    def _follow_drift(self, learned: StepFilter) -> None:
+        """If the engine has changed, assume that it did so in all three terms: a
+        machine half as fast is slower in each. What steps tell otherwise is learned.
         """
-        if self._until_drift > 0 or len(self._misfits) < DRIFT_WINDOW:
+        slower = [ratio for ratio in self._ratios if ratio < 1 - DRIFT_ERROR]
+        faster = [ratio for ratio in self._ratios if ratio > 1 + DRIFT_ERROR]
+        changed = sorted(slower if len(slower) > len(faster) else faster)
+        if len(changed) < DRIFT_WINDOW - DRIFT_EXCEPTIONS:
             return
-        if abs(self._misfits[-1]) <= DRIFT_ERROR:
-            return
-        recent = self._drifted_samples()
-        if len(recent) < DRIFT_WINDOW - DRIFT_EXCEPTIONS or self._fitted is None:
-            return
-        predictions = sorted(dot(self._fitted, sample) for sample in recent)
-        median = predictions[len(predictions) // 2]
-        if median > 0:
-            self._fitted = [value / median for value in self._fitted]
-        self._samples.clear()
-        self._samples.extend(recent)
+        learned.rescale(1 / changed[len(changed) // 2])
+        self._ratios.clear()
         self.num_drifts += 1
         self._until_drift = DRIFT_WINDOW
-        self._until_refit = 0
-
-    def _drifted_samples(self) -> list[Sample]:
-        """Of the recent steps those mispredicted badly, on the side most are on."""
-        samples = list(self._samples)[-DRIFT_WINDOW:]
-        pairs = list(zip(samples, self._misfits, strict=True))
-        slower = [sample for sample, error in pairs if error < -DRIFT_ERROR]
-        faster = [sample for sample, error in pairs if error > DRIFT_ERROR]
-        return max(slower, faster, key=len)
-
-    def _refit(self) -> None:
-        self._fitted = robust_fit(list(self._samples), self._fitted)
-        self.pace, self._coefficients = 1.0, None
-        for sample in list(self._samples)[-2 * PACE_STEPS :]:
-            self._follow_pace(sample)
-        self._until_refit = REFIT_EVERY
 
     def to_profile(self) -> dict[str, object]:
         """The model as JSON-ready data, without the pace of the last steps;
         `from_profile` makes one with the same fit."""
-        fitted = self._fitted or (0.0, 0.0, 0.0)
         return {
-            **dict(zip(_PROFILE_NUMBERS, fitted, strict=True)),
+            **dict(zip(_PROFILE_NUMBERS, self._fit, strict=True)),
             "shared_read_once": self.shared_read_once,
             "graph_buckets": list(self.graph_buckets),
         }
@@ -221,8 +191,8 @@ class StepLatencyModel:
             shared_read_once=_profile_flag(profile.get("shared_read_once", False)),
             graph_buckets=_profile_buckets(profile.get("graph_buckets", [])),
         )
-        model._fitted = [_profile_number(k, profile.get(k)) for k in _PROFILE_NUMBERS]
-        model._until_refit = REFIT_EVERY
+        fit = [_profile_number(k, profile.get(k)) for k in _PROFILE_NUMBERS]
+        model._filter = StepFilter(fit, [PROFILE_SPREAD * value for value in fit])
         return model
 
 

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from operator import mul
 
-# Pull towards the previous coefficients, as a share of a well-determined direction's
-# weight: about what 3 % of noise over 256 steps tells about a coefficient that drifts
-# by 5 %. Directions the window determines ignore it; the others (always the same
-# number of rows) stay where they were.
-RIDGE, FIRST_RIDGE = 1e-3, 1e-9
+# Pull towards 0, as a share of a well-determined direction's weight: next to nothing,
+# but directions that the steps do not determine need some.
+RIDGE = 1e-9
 # Samples off by this many times the median error are left out of the fit.
 OUTLIER_FACTOR, OUTLIER_FLOOR = 4.0, 0.005
 
@@ -30,44 +28,39 @@ def sample_of(rows: int, kv_tokens: int, step_ms: float) -> Sample:
     return (1 / step_ms, rows / step_ms, kv_tokens / step_ms)
 
 
-def robust_fit(samples: list[Sample], prior: Vector | None = None) -> Vector:
-    """`[a, b, c]` for `samples` (at least one), without those far off the others.
-
-    Where they do not determine a coefficient it stays at `prior`.
-    """
-    fitted = _fit(samples, prior)
+def robust_fit(samples: list[Sample]) -> Vector:
+    """`[a, b, c]` for `samples` (at least one), without those far off the others."""
+    fitted = _fit(samples)
     errors = [abs(dot(fitted, sample) - 1) for sample in samples]
     limit = OUTLIER_FACTOR * sorted(errors)[len(errors) // 2]
     limit = max(limit, OUTLIER_FLOOR)
     kept = [s for s, error in zip(samples, errors, strict=True) if error <= limit]
-    return _fit(kept, prior) if len(kept) < len(samples) else fitted
+    return _fit(kept) if len(kept) < len(samples) else fitted
 
 
 def dot(x: Sequence[float], y: Sequence[float]) -> float:
     return x[0] * y[0] + x[1] * y[1] + x[2] * y[2]
 
 
-def _fit(samples: list[Sample], prior: Vector | None) -> Vector:
-    """Non-negative least squares of `coefficients . sample = 1`, near `prior`.
+def _fit(samples: list[Sample]) -> Vector:
+    """Non-negative least squares of `coefficients . sample = 1`.
 
     Each variable is scaled to mean square 1, so the ridge means the same for a row
-    and for a token. A variable that is 0 throughout keeps its prior.
+    and for a token. The coefficient of one that is 0 throughout is 0.
     """
     count, columns = len(samples), list(zip(*samples, strict=True))
     scale = [math.sqrt(sum(map(mul, x, x)) / count) for x in columns]
     used = [j for j in range(3) if scale[j] > 0]
-    ridge = FIRST_RIDGE if prior is None else RIDGE
-    start = prior or [0.0, 0.0, 0.0]
     gram = [[0.0] * 3 for _ in range(3)]
     target = [0.0] * 3
     for j in used:
-        target[j] = sum(columns[j]) / count / scale[j] + ridge * start[j] * scale[j]
+        target[j] = sum(columns[j]) / count / scale[j]
         for k in used:
             products = sum(map(mul, columns[j], columns[k]))
             gram[j][k] = products / count / scale[j] / scale[k]
-        gram[j][j] += ridge
+        gram[j][j] += RIDGE
     solution = non_negative(gram, target, used)
-    return [solution[j] / scale[j] if j in used else start[j] for j in range(3)]
+    return [solution[j] / scale[j] if j in used else 0.0 for j in range(3)]
 
 
 def non_negative(gram: list[Vector], target: Vector, used: list[int]) -> Vector:

@@ -1,0 +1,73 @@
+"""The filter behind the step-latency model, on machines that others use too."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from sglang_taper.policy.latency import StepLatencyModel
+from sglang_taper.policy.latency_filter import StepFilter
+from sglang_taper.policy.latency_fit import sample_of
+
+SIZES = ((1, 500), (50, 40_000), (128, 9000), (200, 300_000))
+
+
+def true_ms(rows: int, kv_tokens: int) -> float:
+    return 7.0 + 0.05 * rows + 2e-5 * kv_tokens
+
+
+def test_a_machine_busy_with_something_else_does_not_change_the_price_of_a_row() -> (
+    None
+):
+    """Always six rows, and their tokens grow just while steps become longer."""
+    rng, model = random.Random(8), StepLatencyModel()
+    for _ in range(64):
+        rows, tokens = rng.randint(1, 200), rng.randint(100, 400_000)
+        model.observe(rows, tokens, true_ms(rows, tokens) * rng.gauss(1, 0.08))
+    for step in range(400):
+        tokens = 3000 + 30 * (step % 100)
+        busy = 1.25 if step % 100 > 50 else 1.0
+        model.observe(6, tokens, busy * true_ms(6, tokens) * rng.gauss(1, 0.08))
+    profile = StepLatencyModel.from_profile(model.to_profile())
+    for size in SIZES:
+        expected = pytest.approx(1.125 * true_ms(*size), rel=0.25)
+        assert profile.predict(*size) == expected
+
+
+def test_steps_of_a_machine_that_others_use_too_are_predicted() -> None:
+    """Recorded with `benchmark/step_model.py`: demos on two cores, and in the second
+    half two programs beside them that are busy for a while and idle for a while."""
+    model, errors, row_ms = StepLatencyModel(shared_read_once=True), [], []
+    file = Path(__file__).with_name("steps_of_a_shared_machine.csv")
+    with file.open() as lines:
+        for row in csv.DictReader(lines):
+            rows, tokens, ms = (
+                int(row["rows"]),
+                int(row["kv_tokens"]),
+                float(row["ms"]),
+            )
+            if model.trusted:
+                errors.append(abs(model.predict(rows, tokens) / ms - 1))
+                row_ms.append(model.to_profile()["b_ms_per_row"])
+            model.observe(rows, tokens, ms)
+    assert len(errors) > 1500
+    assert fmean(errors) < 0.11
+    # The machine becomes up to twice as slow; a row never costs nothing.
+    assert max(row_ms) < 3 * min(row_ms)
+
+
+def test_what_is_known_of_a_coefficient_is_a_variance_whatever_comes() -> None:
+    rng = random.Random(9)
+    learned = StepFilter([7.0, 0.05, 2e-5], [1.0, 0.01, 1e-6])
+    for _ in range(2000):
+        rows, tokens = rng.choice([1, 1, 1, 200]), rng.choice([0, 10, 10**7])
+        learned.observe(sample_of(rows, tokens, rng.lognormvariate(2, 2)))
+        covariance = learned._covariance
+        for i in range(4):
+            assert covariance[i][i] >= 0
+            for j in range(4):
+                assert covariance[i][j] == pytest.approx(covariance[j][i], rel=1e-6)
