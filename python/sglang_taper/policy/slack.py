@@ -58,8 +58,10 @@ def is_ttft_missed(request: Progress, now_ms: float) -> bool:
 def is_recoverable(request: RequestView, slack_ms: float, baseline_ms: float) -> bool:
     """Whether a request that is late can be on schedule again before it ends.
 
-    Each S0 step of `baseline_ms` (stalls included) wins TPOT - `baseline_ms` back, and
-    there are at most `remaining_tokens` of them.
+    Each S0 step of `baseline_ms` wins TPOT - `baseline_ms` back, and there are at most
+    `remaining_tokens` of them. Stalls do not count: right after the prefills of a
+    large fork they take most of the time, which says nothing about what is to come, and
+    a request given up then is late for good.
     """
     gain_ms = request.tpot_slo_ms - baseline_ms
     return gain_ms > 0 and -slack_ms <= gain_ms * request.remaining_tokens
@@ -90,7 +92,6 @@ def step_slack(view: StepView, baseline_ms: float) -> float | None:
 
     None when no request is protected: then nothing limits the step.
     """
-    stalled_ms = _with_stalls(baseline_ms, view.stall_share)
     cumulative = view.params.deadline == SCHEDULE
     worst_ms, worst_tpot_ms = math.inf, 0.0
     for request in view.requests:
@@ -104,10 +105,10 @@ def step_slack(view: StepView, baseline_ms: float) -> float | None:
         elif cumulative:
             due_ms = request.schedule_origin_ms + request.num_tokens * tpot_ms
             slack_ms = due_ms - view.now_ms
-            protected = slack_ms >= 0 or is_recoverable(request, slack_ms, stalled_ms)
+            protected = slack_ms >= 0 or is_recoverable(request, slack_ms, baseline_ms)
         else:
             slack_ms = request.last_progress_ms + tpot_ms - view.now_ms
-            protected = tpot_ms >= stalled_ms
+            protected = tpot_ms >= _with_stalls(baseline_ms, view.stall_share)
         if protected and slack_ms < worst_ms:
             worst_ms, worst_tpot_ms = slack_ms, tpot_ms
     return None if worst_ms == math.inf else reported_slack_ms(worst_ms, worst_tpot_ms)
