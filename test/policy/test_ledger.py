@@ -126,10 +126,13 @@ def test_a_minority_that_can_be_saved_does_not_hold_up_the_others() -> None:
     assert ledger(*[lasting] * 5, *[ahead(0.0)] * 6).reason == "all"
 
 
-def test_stalls_count_when_asking_whether_a_pace_can_be_kept() -> None:
+@pytest.mark.parametrize("stall_share", [0.0, 0.2, 0.35])
+def test_nobody_is_given_up_for_prefills_that_are_soon_over(
+    stall_share: float,
+) -> None:
+    # S0 of 16 ms keeps the TPOT of 20, and would not if it were a fifth longer.
     crowd = [ahead(0.0)] * 6
-    assert ledger(*crowd, stall_share=0.20).reason == "budget"
-    assert ledger(*crowd, stall_share=0.21).reason == "all"
+    assert ledger(*crowd, stall_share=stall_share).reason == "budget"
 
 
 def test_a_request_that_awaits_its_first_token_is_on_schedule() -> None:

@@ -35,8 +35,8 @@ class LedgerPolicy:
     that waits for room uses up the last part of its TTFT SLO, and those that have
     room are protected less and less. A request is left out when its TTFT is missed and
     when it is so late that no step is short enough for its allowance. When S0 is
-    longer than the TPOT, less stalls, of some requests, those of them whose lead lasts
-    to their end are protected if they are at least half of them, else none is. If all
+    longer than the TPOT of some requests, those of them whose lead lasts to their end
+    are protected if they are at least half of them, else none is. If all
     are left out, nothing limits the step. Raises FieldError for an unknown
     `params.utility`.
     """
@@ -63,13 +63,13 @@ def allowed_budget(step: StepView, baseline_ms: float) -> Budget:
 
 def _tightest(step: StepView, baseline_ms: float) -> tuple[float, RequestView] | None:
     """The smallest allowance of a protected request, and whose it is."""
-    shortest_ms, decode_share = predict_ms(step.model, 1, 0), 1 - step.stall_share
+    shortest_ms = predict_ms(step.model, 1, 0)
     keeping: list[tuple[float, RequestView]] = []
     lasting: list[tuple[float, RequestView]] = []
     num_slow = 0
     for request in step.requests:
         allowed_ms = allowance_ms(request, step)
-        gain_ms = decode_share * request.tpot_slo_ms - baseline_ms
+        gain_ms = request.tpot_slo_ms - baseline_ms
         num_slow += gain_ms < 0
         if allowed_ms is None or allowed_ms < shortest_ms:
             continue
