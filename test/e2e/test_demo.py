@@ -18,7 +18,7 @@ import pytest
 from sglang_taper.demo.load import QUICK, make_mix
 from sglang_taper.server_process import session_members
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "sglang-taper")
 # Any plausible one: it saves the calibration of servers that are ended half-way.
@@ -90,8 +90,18 @@ def profile(tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Everything a complete demo leaves behind."""
-    folder = tmp_path_factory.mktemp("demo")
+    """Everything a complete demo leaves behind.
+
+    Played again, once, if the machine became too slow between `off`, of which the SLO
+    comes, and `taper`: the demo says so, and which rows it defers is chance then.
+    """
+    first = finish_demo(tmp_path_factory.mktemp("demo"))
+    if "the machine was slower" not in first["stdout"]:
+        return first
+    return finish_demo(tmp_path_factory.mktemp("demo"))
+
+
+def finish_demo(folder: Path) -> dict[str, Any]:
     with running_demo(folder, "--json", str(folder / "facts.json")) as demo:
         code = demo.process.wait()
         left = demo.members()
