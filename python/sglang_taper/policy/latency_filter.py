@@ -21,10 +21,9 @@ from sglang_taper.policy.latency_fit import Sample, Vector, dot
 PACE_STEPS, PACE_KEPT = 4, 0.98
 # Coefficients wander by the noise times this share of themselves in a step.
 WANDER = 0.05
-# A term is known at least this badly, as a share of a whole step ...
-MIN_TERM = 0.05
-# ... and wandering makes none less known than this share of itself.
-MAX_SPREAD = 0.5
+# The least a term is taken to be in that, as a share of a whole step: one that cost
+# nothing so far may begin to. Wandering makes none less known than a share of itself.
+MIN_TERM, MAX_SPREAD = 0.05, 0.5
 # Relative spread of a step's time at first, and how small and large it is learned.
 NOISE, MIN_NOISE, MAX_NOISE = 0.05, 5e-3, 0.15
 NOISE_STEPS = 100
@@ -122,7 +121,8 @@ class StepFilter:
         """
         covariance = self._covariance
         towards = [sum(map(mul, row, slopes)) for row in covariance]
-        variance = sum(map(mul, towards, slopes)) + self._noise
+        # Rounding must not make it negative.
+        variance = max(0.0, sum(map(mul, towards, slopes))) + self._noise
         limit = max(MAX_ERROR, MAX_DEVIATIONS * math.sqrt(variance))
         step = max(-limit, min(limit, error)) / variance
         moved = [x + step * t for x, t in zip(self._state(), towards, strict=True)]
