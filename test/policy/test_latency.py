@@ -322,6 +322,12 @@ def test_a_profile_without_a_coefficient_is_refused_naming_it() -> None:
         StepLatencyModel.from_profile(incomplete)
 
 
+def test_a_profile_in_which_nothing_costs_anything_is_refused() -> None:
+    free = profile(a_ms=0.0, b_ms_per_row=0, c_ms_per_token=0)
+    with pytest.raises(FieldError, match=r"latency_profile\.a_ms="):
+        StepLatencyModel.from_profile(free)
+
+
 def test_predictions_are_in_step_with_published_coefficients() -> None:
     model = StepLatencyModel.from_profile(profile(graph_buckets=[8, 16]))
     published = model.coefficients()

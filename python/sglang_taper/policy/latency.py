@@ -142,6 +142,8 @@ class StepLatencyModel:
         self._until_drift -= 1
         if self._until_drift <= 0 and abs(ratio - 1) > DRIFT_ERROR:
             self._follow_drift(self._filter)
+        if not self._filter.is_finite:
+            self._filter, self._first = None, []
 
     @property
     def _fit(self) -> Sequence[float]:
@@ -160,9 +162,10 @@ class StepLatencyModel:
         slower = [ratio for ratio in self._ratios if ratio < 1 - DRIFT_ERROR]
         faster = [ratio for ratio in self._ratios if ratio > 1 + DRIFT_ERROR]
         changed = sorted(slower if len(slower) > len(faster) else faster)
-        if len(changed) < DRIFT_WINDOW - DRIFT_EXCEPTIONS:
+        median = changed[len(changed) // 2]
+        if len(changed) < DRIFT_WINDOW - DRIFT_EXCEPTIONS or median <= 0:
             return
-        learned.rescale(1 / changed[len(changed) // 2])
+        learned.rescale(1 / median)
         self._ratios.clear()
         self.num_drifts += 1
         self._until_drift = DRIFT_WINDOW
@@ -181,7 +184,8 @@ class StepLatencyModel:
         """A trusted model from `to_profile` data.
 
         The three coefficients are required. Raises FieldError for a missing or
-        unknown key, and for a value that is not finite and at least 0.
+        unknown key, for a value that is not finite and at least 0, and if all
+        coefficients are 0.
         """
         for key in profile:
             if key not in _PROFILE_KEYS and key not in _IGNORED_KEYS:
@@ -192,6 +196,9 @@ class StepLatencyModel:
             graph_buckets=_profile_buckets(profile.get("graph_buckets", [])),
         )
         fit = [_profile_number(k, profile.get(k)) for k in _PROFILE_NUMBERS]
+        if not any(fit):
+            accepted = "above 0 where b_ms_per_row and c_ms_per_token are 0"
+            raise FieldError("latency_profile.a_ms", fit[0], accepted)
         model._filter = StepFilter(fit, [PROFILE_SPREAD * value for value in fit])
         return model
 

@@ -19,6 +19,8 @@ from sglang_taper.policy.latency_fit import Sample, Vector, dot
 # In a steady state the pace follows about so many steps; fewer follow noise. What is
 # left of its distance to 1 after a step.
 PACE_STEPS, PACE_KEPT = 4, 0.98
+# What is more than this many times slower or faster is no pace but another engine.
+MAX_PACE = 10.0
 # Coefficients wander by the noise times this share of themselves in a step.
 WANDER = 0.05
 # The least a term is taken to be in that, as a share of a whole step: one that cost
@@ -32,7 +34,7 @@ NORMAL_DEVIATION = 1.48
 # An error beyond so many of its standard deviations counts as much as one at that, or
 # as much as this share of the step if that is more.
 MAX_DEVIATIONS, MAX_ERROR = 2.0, 0.1
-# Spread of the logarithm of the pace once the engine was found to have changed.
+# Spread added to everything, as a share of it, once the engine is found to be changed.
 CHANGED_SPREAD = 0.1
 
 _SIZE = 4
@@ -73,6 +75,12 @@ class StepFilter:
     def pace(self) -> float:
         return math.exp(self._log_pace)
 
+    @property
+    def is_finite(self) -> bool:
+        """False once absurd steps have driven it out of the range of a float."""
+        spread = sum(self._covariance[i][i] for i in range(_SIZE))
+        return math.isfinite(sum(self.coefficients) + spread)
+
     def observe(self, sample: Sample) -> None:
         """Learn from a step, given as `latency_fit.sample_of` gives it."""
         self._let_wander(sample)
@@ -98,7 +106,9 @@ class StepFilter:
                 scale[i] * s * v for s, v in zip(scale, row, strict=True)
             ]
         self._log_pace = 0.0
-        self._covariance[3][3] += CHANGED_SPREAD**2
+        # Hardly ever does everything change alike.
+        for i, size in enumerate((*self.coefficients, 1.0)):
+            self._covariance[i][i] += (CHANGED_SPREAD * size) ** 2
 
     def _let_wander(self, sample: Sample) -> None:
         """What is known of coefficients and pace before a step is seen."""
@@ -111,8 +121,9 @@ class StepFilter:
         whole = dot(self.coefficients, sample)
         for j, (value, x) in enumerate(zip(self.coefficients, sample, strict=True)):
             size = max(value, MIN_TERM * whole / x) if x else value
-            if covariance[j][j] < (MAX_SPREAD * size) ** 2:
-                covariance[j][j] += self._noise * (WANDER * size) ** 2
+            variance = size * size
+            if covariance[j][j] < MAX_SPREAD * MAX_SPREAD * variance:
+                covariance[j][j] += self._noise * WANDER * WANDER * variance
 
     def _correct(self, slopes: Vector, error: float) -> float:
         """Update on a relative `error`, of which it gives the variance expected.
@@ -127,7 +138,7 @@ class StepFilter:
         step = max(-limit, min(limit, error)) / variance
         moved = [x + step * t for x, t in zip(self._state(), towards, strict=True)]
         self.coefficients = [max(0.0, value) for value in moved[:3]]
-        self._log_pace = moved[3]
+        self._log_pace = max(-math.log(MAX_PACE), min(math.log(MAX_PACE), moved[3]))
         for i, row in enumerate(covariance):
             share = towards[i] / variance
             covariance[i] = [v - share * t for v, t in zip(row, towards, strict=True)]
