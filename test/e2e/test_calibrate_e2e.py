@@ -19,9 +19,9 @@ COMMAND = str(Path(sysconfig.get_path("scripts")) / "sglang-taper")
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Measured for fifteen seconds on a server of its own."""
+    """Measured for half a minute on a server of its own."""
     path = tmp_path_factory.mktemp("calibration") / "profile.json"
-    command = [COMMAND, "calibrate", "--output", str(path), "--budget-s", "15"]
+    command = [COMMAND, "calibrate", "--output", str(path), "--budget-s", "30"]
     done = subprocess.run(
         [*command, "--", *SMALL_POOL], capture_output=True, text=True, timeout=600
     )
@@ -55,7 +55,8 @@ def test_a_server_starts_from_the_profile_instead_of_calibrating(
         written = json.loads(profile.read_text())
         assert model["trusted"]
         for name in ("a_ms", "b_ms_per_row", "c_ms_per_token"):
-            assert model[name] == pytest.approx(written[name])
+            # Its warm-up has been learned from already.
+            assert model[name] == pytest.approx(written[name], rel=0.25, abs=0.01)
         assert "Calibrated the step-latency model" not in server.text_of_log()
 
 

@@ -21,7 +21,7 @@ from sglang_taper.policy.types import LatencyCoefficients
 MIN_STEP_MS, MAX_STEP_MS = 1e-3, 1e7
 MIN_SAMPLES = 16
 # A profile's coefficients are known to about this share of themselves.
-PROFILE_SPREAD = 0.2
+PROFILE_SPREAD = 0.1
 HEALTH_WINDOW = 64
 # MAPE above which the model is not trusted, and below which it is again.
 MAX_MAPE, GOOD_MAPE = 0.30, 0.20

@@ -34,6 +34,8 @@ NORMAL_DEVIATION = 1.48
 # An error beyond so many of its standard deviations counts as much as one at that, or
 # as much as this share of the step if that is more.
 MAX_DEVIATIONS, MAX_ERROR = 2.0, 0.1
+# Spread of the logarithm of the pace at the start: machines are seldom as they were.
+START_SPREAD = 0.2
 # Spread added to everything, as a share of it, once the engine is found to be changed.
 CHANGED_SPREAD = 0.1
 
@@ -54,7 +56,7 @@ class StepFilter:
         self.coefficients: Vector = list(coefficients)
         self._log_pace = 0.0
         self._noise = NOISE * NOISE
-        deviations = (*spread, NOISE)
+        deviations = (*spread, START_SPREAD)
         self._covariance = [
             [deviations[i] ** 2 if i == j else 0.0 for j in range(_SIZE)]
             for i in range(_SIZE)
@@ -108,7 +110,8 @@ class StepFilter:
         self._log_pace = 0.0
         # Hardly ever does everything change alike.
         for i, size in enumerate((*self.coefficients, 1.0)):
-            self._covariance[i][i] += (CHANGED_SPREAD * size) ** 2
+            # A product becomes infinite where a power raises OverflowError.
+            self._covariance[i][i] += CHANGED_SPREAD * CHANGED_SPREAD * size * size
 
     def _let_wander(self, sample: Sample) -> None:
         """What is known of coefficients and pace before a step is seen."""
