@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from sglang_taper.policy.latency import StepLatencyModel
+from sglang_taper.policy.latency import MIN_SAMPLES, StepLatencyModel
 
 KEYS = ("now_ms", "policy", "num_admitted", "kv_tokens", "predicted_ms", "measured_ms")
 POLL_S = 2.0
@@ -84,15 +84,23 @@ class Replay:
 
 
 def read_steps(file: Path) -> list[tuple[int, int, float]]:
-    """Rows, KV tokens and ms of each recorded step."""
-    steps = [json.loads(line) for line in file.read_text().splitlines()]
-    return [(s["num_admitted"], s["kv_tokens"], s["measured_ms"]) for s in steps]
+    """Rows, KV tokens and ms of each recorded step; exits if these are not enough."""
+    try:
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        found = [(s["num_admitted"], s["kv_tokens"], s["measured_ms"]) for s in steps]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"step_model.py: error: {file}: no steps: {error!r}") from None
+    if len(found) <= MIN_SAMPLES:
+        few = f"{len(found)} steps, and a model needs more than {MIN_SAMPLES}"
+        raise SystemExit(f"step_model.py: error: {file}: {few}")
+    return found
 
 
 def show(replay: Replay) -> None:
     errors, after = replay.errors, replay.errors_after_change
     print(f"{len(errors)} predictions, MAPE {fmean(errors):.1%}")
-    print(f"median {median(errors):.1%}, after a change of rows {fmean(after):.1%}")
+    changed = f"{fmean(after):.1%}" if after else "none"
+    print(f"median {median(errors):.1%}, after a change of rows {changed}")
     print(f"{replay.model.num_drifts} changes of speed noticed")
     for key in COEFFICIENTS:
         low, high = replay.range_of(key)
@@ -107,7 +115,10 @@ def main() -> None:
     parser.add_argument("--duration-s", type=float, default=600.0)
     args = parser.parse_args()
     if args.what == "record":
-        record(args.url, args.file, args.duration_s)
+        try:
+            record(args.url, args.file, args.duration_s)
+        except (httpx.HTTPError, OSError, ValueError, KeyError) as error:
+            raise SystemExit(f"step_model.py: error: {args.url}: {error!r}") from None
     else:
         show(Replay(read_steps(args.file)))
 

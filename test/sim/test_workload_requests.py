@@ -105,7 +105,7 @@ def test_a_trace_that_is_too_short_or_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_open_loop_without_a_rate_is_refused() -> None:
-    with pytest.raises(FieldError, match="--rate"):
+    with pytest.raises(FieldError, match="--request-rate"):
         arrival_times_ms(Arrivals(), 4, random.Random(0))
 
 

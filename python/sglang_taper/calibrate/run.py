@@ -46,7 +46,10 @@ def run_calibrate(options: CalibrateOptions) -> int:
         with nullcontext(options.url) if options.url else _server(options) as url:
             _calibrate(options, str(url).rstrip("/"))
     except KeyboardInterrupt:
-        print(f"interrupted: the same command goes on from {options.partial_path}")
+        partial = options.partial_path
+        goes_on = f"the same command goes on from {partial}"
+        nothing = "nothing was measured yet"
+        print(f"interrupted: {goes_on if partial.exists() else nothing}")
         return INTERRUPTED
     except requests.RequestException as error:
         raise ServerProcessError(f"the server does not answer: {error}") from error

@@ -88,7 +88,7 @@ def arrival_times_ms(
             scale *= 1000 * (count - 1) / times[-1] / rate_per_s
         return [scale * at_ms for at_ms in times]
     if rate_per_s is None:
-        raise FieldError("--rate", rate_per_s, "a rate in requests per second")
+        raise FieldError("--request-rate", rate_per_s, "in requests per second")
     shape, mean_ms = 1 / arrivals.cv**2, 1000 * slowdown / rate_per_s
     gaps = (rng.gammavariate(shape, mean_ms / shape) for _ in range(count))
     return list(accumulate(gaps))
