@@ -95,3 +95,17 @@ def test_an_engine_whose_rows_alone_become_dearer_is_learned_again() -> None:
         model.observe(rows, tokens, step_ms(rows, tokens) * rng.gauss(1, 0.01))
     for size in SIZES:
         assert model.predict(*size) == pytest.approx(changed_ms(*size), rel=0.1)
+
+
+@pytest.mark.parametrize(("times", "steps"), [(2, 20), (5, 16), (100, 16), (10, 50)])
+def test_a_machine_that_becomes_slow_and_fast_for_ever_does_no_harm(
+    times: float, steps: int
+) -> None:
+    rng, model = random.Random(0), StepLatencyModel()
+    for step in range(6000):
+        rows, tokens = rng.randint(1, 32), rng.randint(0, 10**5)
+        slow = times if step // steps % 2 else 1.0
+        model.observe(rows, tokens, slow * true_ms(rows, tokens) * rng.gauss(1, 0.01))
+        assert model.predict(rows, tokens) < 10 * times * true_ms(rows, tokens)
+    assert model._filter is not None
+    assert all(model._filter._covariance[i][i] >= 0 for i in range(4))

@@ -145,6 +145,10 @@ class StepFilter:
         for i, row in enumerate(covariance):
             share = towards[i] / variance
             covariance[i] = [v - share * t for v, t in zip(row, towards, strict=True)]
+        # Rounding makes it lopsided, and what is lopsided grows until it explodes.
+        for i in range(_SIZE):
+            for j in range(i):
+                covariance[i][j] = covariance[j][i]
         return variance
 
     def _state(self) -> Vector:
