@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
-from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -39,28 +36,6 @@ def test_a_machine_busy_with_something_else_does_not_change_the_price_of_a_row()
         assert profile.predict(*size) == expected
 
 
-def test_steps_of_a_machine_that_others_use_too_are_predicted() -> None:
-    """Recorded with `benchmark/step_model.py`: demos on two cores, and in the second
-    half two programs beside them that are busy for a while and idle for a while."""
-    model, errors, row_ms = StepLatencyModel(shared_read_once=True), [], []
-    file = Path(__file__).with_name("steps_of_a_shared_machine.csv")
-    with file.open() as lines:
-        for row in csv.DictReader(lines):
-            rows, tokens, ms = (
-                int(row["rows"]),
-                int(row["kv_tokens"]),
-                float(row["ms"]),
-            )
-            if model.trusted:
-                errors.append(abs(model.predict(rows, tokens) / ms - 1))
-                row_ms.append(model.to_profile()["b_ms_per_row"])
-            model.observe(rows, tokens, ms)
-    assert len(errors) > 1500
-    assert fmean(errors) < 0.11
-    # The machine becomes up to twice as slow; a row never costs nothing.
-    assert max(row_ms) < 4 * min(row_ms)
-
-
 def test_what_is_known_of_a_coefficient_is_a_variance_whatever_comes() -> None:
     rng = random.Random(9)
     learned = StepFilter([7.0, 0.05, 2e-5], [1.0, 0.01, 1e-6])
@@ -75,7 +50,6 @@ def test_what_is_known_of_a_coefficient_is_a_variance_whatever_comes() -> None:
 
 
 def test_steps_of_every_length_there_is_end_in_no_error() -> None:
-    """Such steps drive the filter out of the range of floats, and it starts again."""
     rng, model = random.Random(0), StepLatencyModel()
     for _ in range(5000):
         rows, tokens = rng.randint(1, 100), rng.randint(0, 10**6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from step_model import Replay, read_steps
@@ -38,3 +39,15 @@ def test_a_file_without_steps_is_one_sentence(tmp_path: Path, text: str) -> None
 def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="16 steps"):
         read_steps(write_steps(tmp_path / "steps", 16))
+
+
+def test_steps_of_a_machine_that_others_use_too_are_predicted() -> None:
+    """Recorded: demos on two cores, and in the second half two programs beside them
+    that are busy for a while and idle for a while."""
+    file = Path(__file__).with_name("steps_of_a_shared_machine.jsonl")
+    replay = Replay(read_steps(file))
+    assert len(replay.errors) > 1500
+    assert fmean(replay.errors) < 0.11
+    # The machine becomes up to twice as slow; a row never costs nothing.
+    row_ms = replay.coefficients["b_ms_per_row"]
+    assert max(row_ms) < 4 * min(row_ms)
