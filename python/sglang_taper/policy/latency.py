@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.latency_filter import StepFilter
-from sglang_taper.policy.latency_fit import Sample, dot, robust_fit, sample_of
+from sglang_taper.policy.latency_fit import Sample, robust_fit, sample_of
 from sglang_taper.policy.types import LatencyCoefficients
 
 # Anything outside is a broken clock, and its square would leave the float range.
@@ -136,14 +136,11 @@ class StepLatencyModel:
             if len(self._first) == MIN_SAMPLES:
                 self._filter = StepFilter.fitted(robust_fit(self._first), self._first)
             return
-        ratio = dot(self._fit, sample)
+        ratio = self._filter.observe(sample)
         self._ratios.append(ratio)
-        self._filter.observe(sample)
         self._until_drift -= 1
         if self._until_drift <= 0 and abs(ratio - 1) > DRIFT_ERROR:
             self._follow_drift(self._filter)
-        if not self._filter.is_finite:
-            self._filter, self._first = None, []
 
     @property
     def _fit(self) -> Sequence[float]:

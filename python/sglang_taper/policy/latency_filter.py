@@ -40,6 +40,7 @@ START_SPREAD = 0.2
 CHANGED_SPREAD = 0.1
 
 _SIZE = 4
+_MAX_LOG_PACE = math.log(MAX_PACE)
 _GAIN = 1 / PACE_STEPS
 # Variance a step adds to the pace, as a share of that of one measured time, for which
 # the stationary gain is `_GAIN`.
@@ -77,17 +78,15 @@ class StepFilter:
     def pace(self) -> float:
         return math.exp(self._log_pace)
 
-    @property
-    def is_finite(self) -> bool:
-        """False once absurd steps have driven it out of the range of a float."""
-        spread = sum(self._covariance[i][i] for i in range(_SIZE))
-        return math.isfinite(sum(self.coefficients) + spread)
+    def observe(self, sample: Sample) -> float:
+        """Learn from a step, given as `latency_fit.sample_of` gives it.
 
-    def observe(self, sample: Sample) -> None:
-        """Learn from a step, given as `latency_fit.sample_of` gives it."""
-        self._let_wander(sample)
+        Gives the time fitted before that, without the pace, over the measured one.
+        """
+        fitted = dot(self.coefficients, sample)
+        self._let_wander(sample, fitted)
         pace = self.pace
-        predicted = pace * dot(self.coefficients, sample)
+        predicted = pace * fitted
         # Of the measured and the predicted time the longer one is the unit.
         unit = max(1.0, predicted)
         slopes = [*(pace * x / unit for x in sample), predicted / unit]
@@ -95,6 +94,7 @@ class StepFilter:
         error = min(((1 - predicted) / unit) ** 2, MAX_DEVIATIONS**2 * variance)
         noise = self._noise + (error / variance - 1) * self._noise / NOISE_STEPS
         self._set_noise(noise)
+        return fitted
 
     def _set_noise(self, variance: float) -> None:
         self._noise = min(max(variance, MIN_NOISE**2), MAX_NOISE**2)
@@ -113,7 +113,7 @@ class StepFilter:
             # A product becomes infinite where a power raises OverflowError.
             self._covariance[i][i] += CHANGED_SPREAD * CHANGED_SPREAD * size * size
 
-    def _let_wander(self, sample: Sample) -> None:
+    def _let_wander(self, sample: Sample, whole: float) -> None:
         """What is known of coefficients and pace before a step is seen."""
         covariance = self._covariance
         self._log_pace *= PACE_KEPT
@@ -121,7 +121,6 @@ class StepFilter:
         for row in covariance:
             row[3] *= PACE_KEPT
         covariance[3][3] += _PACE_WANDER * self._noise
-        whole = dot(self.coefficients, sample)
         for j, (value, x) in enumerate(zip(self.coefficients, sample, strict=True)):
             size = max(value, MIN_TERM * whole / x) if x else value
             variance = size * size
@@ -139,9 +138,10 @@ class StepFilter:
         variance = max(0.0, sum(map(mul, towards, slopes))) + self._noise
         limit = max(MAX_ERROR, MAX_DEVIATIONS * math.sqrt(variance))
         step = max(-limit, min(limit, error)) / variance
-        moved = [x + step * t for x, t in zip(self._state(), towards, strict=True)]
+        state = (*self.coefficients, self._log_pace)
+        moved = [x + step * t for x, t in zip(state, towards, strict=True)]
         self.coefficients = [max(0.0, value) for value in moved[:3]]
-        self._log_pace = max(-math.log(MAX_PACE), min(math.log(MAX_PACE), moved[3]))
+        self._log_pace = max(-_MAX_LOG_PACE, min(_MAX_LOG_PACE, moved[3]))
         for i, row in enumerate(covariance):
             share = towards[i] / variance
             covariance[i] = [v - share * t for v, t in zip(row, towards, strict=True)]
@@ -150,9 +150,6 @@ class StepFilter:
             for j in range(i):
                 covariance[i][j] = covariance[j][i]
         return variance
-
-    def _state(self) -> Vector:
-        return [*self.coefficients, self._log_pace]
 
 
 def _share_of_step(samples: Sequence[Sample], j: int) -> float:
