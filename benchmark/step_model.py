@@ -37,7 +37,8 @@ def record(url: str, file: Path, duration_s: float) -> None:
     last_ms, end_s = 0.0, time.monotonic() + duration_s
     with file.open("a") as lines, contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < end_s:
-            state = httpx.get(f"{url}/taper/state", timeout=60).json()
+            answer = httpx.get(f"{url}/taper/state", timeout=60)
+            state = answer.raise_for_status().json()
             done = [s for s in state["recent_steps"] if s["measured_ms"] is not None]
             for step in done:
                 if step["now_ms"] > last_ms:
@@ -88,6 +89,8 @@ def read_steps(file: Path) -> list[tuple[int, int, float]]:
     try:
         steps = [json.loads(line) for line in file.read_text().splitlines()]
         found = [(s["num_admitted"], s["kv_tokens"], s["measured_ms"]) for s in steps]
+        if any(rows < 1 or tokens < 0 or not ms > 0 for rows, tokens, ms in found):
+            raise ValueError("a step has rows, and takes time")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"step_model.py: error: {file}: no steps: {error!r}") from None
     if len(found) <= MIN_SAMPLES:
@@ -109,10 +112,11 @@ def show(replay: Replay) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("record", "replay"))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--duration-s", type=float, default=600.0)
+    add = parser.add_argument
+    add("what", choices=("record", "replay"), help="note steps, or predict noted ones")
+    add("file", type=Path, help="one step a line, JSON; record appends to it")
+    add("--url", default="http://127.0.0.1:30000", help="record: of the server")
+    add("--duration-s", type=float, default=600.0, help="record: until Ctrl-C or so")
     args = parser.parse_args()
     if args.what == "record":
         try:

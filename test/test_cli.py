@@ -78,3 +78,14 @@ def run_check(before: str, file: str) -> subprocess.CompletedProcess[str]:
         timeout=300,
         check=False,
     )
+
+
+def test_an_interrupted_command_says_so_and_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_taper.sim.command.run_sweep", interrupted)
+    assert cli.main(["simulate"]) == 130
+    assert capsys.readouterr().err == "sglang-taper: interrupted\n"

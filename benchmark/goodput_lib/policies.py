@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_taper.changes import parse_policy
+from sglang_taper.changes import parse_policy, split_policies
 from sglang_taper.errors import FieldError
 from sglang_taper.extensions import load_extensions
 from sglang_taper.policy.admission import make_policy
@@ -35,16 +35,10 @@ class Contender(msgspec.Struct, frozen=True):
 def parse_policies(text: str) -> list[Contender]:
     """`off,cap:2,taper:deadline=progress,rho=0.8,ledger,stock`; raises FieldError.
 
-    Parameters follow a colon, separated by colons or commas; `cap:2` is `cap:cap=2`.
+    Spelled as for `sglang-taper simulate`, and `stock`.
     """
     load_extensions()
-    names: list[str] = []
-    for piece in text.split(","):
-        if names and "=" in piece.partition(":")[0]:
-            names[-1] += ":" + piece
-        else:
-            names.append(piece)
-    contenders = [_contender(name.strip()) for name in names]
+    contenders = [_contender(name) for name in split_policies(text)]
     labels = [contender.label for contender in contenders]
     if len(set(labels)) < len(labels):
         raise FieldError("--policies", text, "every policy once")
@@ -54,8 +48,6 @@ def parse_policies(text: str) -> list[Contender]:
 def _contender(name: str) -> Contender:
     if name == STOCK:
         return Contender(STOCK, {})
-    kind, _, value = name.partition(":")
-    spelled = f"cap:cap={value}" if kind == "cap" and value.isdigit() else name
-    changes = parse_policy(spelled)
+    changes = parse_policy(name)
     make_policy(str(changes["policy"]))
     return Contender(name, changes)

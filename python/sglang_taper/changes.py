@@ -83,13 +83,29 @@ def _schema_of_range(numbers: Range, type_name: str) -> dict[str, Any]:
     return {"type": type_name, low: numbers.low, "maximum": numbers.high}
 
 
+def split_policies(text: str) -> list[str]:
+    """`off,cap:2,taper:deadline=progress,rho=0.8,ledger` as one text for each policy.
+
+    Parameters follow a colon, separated by colons or commas.
+    """
+    names: list[str] = []
+    for piece in text.split(","):
+        if names and "=" in piece.partition(":")[0]:
+            names[-1] += ":" + piece
+        else:
+            names.append(piece.strip())
+    return names
+
+
 def parse_policy(text: str) -> dict[str, object]:
     """`NAME` or `NAME:PARAM=VALUE:...` as changes for `updated_params`.
 
-    `taper:rho=0.8:deadline=progress` is what benchmarks call one policy. Raises
-    FieldError for anything else than parameters with a value.
+    `taper:rho=0.8:deadline=progress` is what benchmarks call one policy; `cap:2` is
+    `cap:cap=2`. Raises FieldError for anything else than parameters with a value.
     """
     name, *pairs = text.split(":")
+    if name == "cap" and pairs and pairs[0].isdigit():
+        pairs[0] = f"cap={pairs[0]}"
     changes: dict[str, object] = {"policy": name}
     for pair in pairs:
         param, equals, value = pair.partition("=")

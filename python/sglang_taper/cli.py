@@ -12,16 +12,21 @@ from sglang_taper import __version__
 from sglang_taper.errors import TaperError
 
 STDOUT = "-"
+INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (2 for anything we refuse)."""
+    """Run one command; returns its exit code (2 for anything we refuse, 130 when
+    interrupted)."""
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
     except TaperError as error:
         print(f"sglang-taper: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sglang-taper: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

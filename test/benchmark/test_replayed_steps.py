@@ -36,6 +36,20 @@ def test_a_file_without_steps_is_one_sentence(tmp_path: Path, text: str) -> None
         read_steps(tmp_path / "nosuch")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_admitted": 0}, {"measured_ms": 0}, {"measured_ms": None}, {"kv_tokens": -1}],
+)
+def test_steps_that_no_server_runs_are_one_sentence_too(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    step = {"num_admitted": 2, "kv_tokens": 9, "measured_ms": 5.0}
+    file = tmp_path / "steps"
+    file.write_text("\n".join(map(json.dumps, [step] * 20 + [step | wrong])))
+    with pytest.raises(SystemExit, match="no steps"):
+        read_steps(file)
+
+
 def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="16 steps"):
         read_steps(write_steps(tmp_path / "steps", 16))

@@ -30,6 +30,16 @@ def results(*flags: str) -> list[dict[str, Any]]:
     return list(run_sweep(options(*flags)))
 
 
+def test_policies_are_spelled_as_for_goodput() -> None:
+    given = "off,cap:3,taper:deadline=progress,rho=0.8,ledger"
+    assert options("--policies", given).policies == [
+        *("off", "cap:3", "taper:deadline=progress:rho=0.8", "ledger")
+    ]
+    flags = ("--tpot-slo-ms", "80", "--policies", "cap:3,cap:cap=3,eager")
+    short, long, eager = (result["token_goodput"] for result in results(*flags))
+    assert short == long != eager
+
+
 # -- machines
 
 
@@ -214,3 +224,18 @@ def test_exact_cases_are_written_as_json(
     cases = json.loads(file.read_text())["cases"]
     assert {"case", "policy", "end_ms", "num_steps", "token_goodput"} <= cases[0].keys()
     assert len(capsys.readouterr().out.splitlines()) == len(cases)
+
+
+def test_a_profile_without_prefill_costs_is_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = {"a_ms": 50.0, "b_ms_per_row": 1.0, "c_ms_per_token": 0.0}
+    costly = {**free, "prefill": {"a_ms": 60.0, "ms_per_token": 0.5}}
+    said = []
+    for facts in (free, costly):
+        file = tmp_path / "profile.json"
+        file.write_text(json.dumps(facts))
+        flags = ("--profile", str(file), "--policies", "eager", "--tpot-slo-ms", "80")
+        assert cli.main(["simulate", *SMALL, *flags]) == 0
+        said.append("prefills, so these take no time" in capsys.readouterr().out)
+    assert said == [True, False]

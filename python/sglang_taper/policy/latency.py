@@ -7,7 +7,6 @@ compilation, a page fault) count next to nothing.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -181,8 +180,8 @@ class StepLatencyModel:
         """A trusted model from `to_profile` data.
 
         The three coefficients are required. Raises FieldError for a missing or
-        unknown key, for a value that is not finite and at least 0, and if all
-        coefficients are 0.
+        unknown key, for a value outside [0, `MAX_STEP_MS`], and if all coefficients
+        are 0.
         """
         for key in profile:
             if key not in _PROFILE_KEYS and key not in _IGNORED_KEYS:
@@ -202,8 +201,8 @@ class StepLatencyModel:
 
 def _profile_number(key: str, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
-        accepted = "a finite number, at least 0"
+    if not is_number or not 0 <= value <= MAX_STEP_MS:  # type: ignore[operator]
+        accepted = f"a number from 0 to {MAX_STEP_MS:.0f}"
         raise FieldError(f"latency_profile.{key}", value, accepted)
     return float(value)  # type: ignore[arg-type]
 

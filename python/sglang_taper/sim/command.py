@@ -13,6 +13,7 @@ from sglang_taper.sim.options import SimulateOptions
 from sglang_taper.sim.sweep import run_sweep
 
 NOTE = "Simulated, a projection: nothing here was measured on a machine."
+FREE_PREFILLS = "Its profile says nothing of prefills, so these take no time."
 _COLUMNS = (
     ("tok/s", "token_goodput", "{:.1f}"),
     ("attained", "slo_attainment", "{:.3f}"),
@@ -32,8 +33,9 @@ def run_command(args: argparse.Namespace) -> int:
     else:
         options = SimulateOptions.from_args(args)
         results = list(run_sweep(options, args.output_details))
-        facts = {"note": NOTE, "source": options.machine.source, "results": results}
-        print(f"{NOTE}\n{format_results(results)}")
+        note = NOTE if options.machine.prefill.costs else f"{NOTE} {FREE_PREFILLS}"
+        facts = {"note": note, "source": options.machine.source, "results": results}
+        print(f"{note}\n{format_results(results)}")
     if args.json:
         Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
     return 0

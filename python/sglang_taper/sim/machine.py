@@ -30,6 +30,11 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ms_per_token: float
     min_ms: float = 0.0
 
+    @property
+    def costs(self) -> bool:
+        """Whether a prefill takes any time."""
+        return max(self.a_ms, self.ms_per_token, self.min_ms) > 0
+
     def duration_ms(self, num_tokens: int) -> float:
         return self.a_ms + max(self.min_ms, self.ms_per_token * num_tokens)
 

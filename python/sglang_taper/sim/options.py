@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang_taper.changes import parse_policy
+from sglang_taper.changes import parse_policy, split_policies
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.admission import make_policy
 from sglang_taper.sim.intake import JOINS, EngineOptions
@@ -44,7 +44,7 @@ class SimulateOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> SimulateOptions:
         """Raises FieldError for a value that is not acceptable."""
-        policies = args.policies.split(",")
+        policies = split_policies(args.policies)
         for policy in policies:
             make_policy(str(parse_policy(policy)["policy"]))
         seeds = _numbers("--seeds", args.seeds, -1e15, 1e15)
@@ -139,7 +139,8 @@ def _add_policy_flags(group: argparse._ArgumentGroup) -> None:
         "--policies",
         default=DEFAULT_POLICIES,
         metavar="A,B",
-        help="NAME or NAME:PARAM=VALUE:..., separated by commas (default: %(default)s)",
+        help="NAME, cap:N or NAME:PARAM=VALUE:..., separated by commas "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--rho", default="", metavar="X,Y", help="run policies that use rho with each"
