@@ -43,6 +43,7 @@ class LiveServer:
         timeout_s = options.args.request_timeout_s
         self.target = Target(url, timeout_s, sends_metadata=not is_stock)
         self._client = TaperClient(url)
+        # Parameters of its policy before the first switch.
         self._initial: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.planner_p99_ms: float | None = None
@@ -65,8 +66,7 @@ class LiveServer:
         }
         if not self.is_stock:
             state = await state_of(self._client)
-            # The number in use stands there; the default follows the deadline.
-            self._initial = {**state["params"], "rho": None}
+            self._initial = state["params"]
             self.facts |= {
                 "sglang_taper": sglang_taper.__version__,
                 "latency_profile": state["latency_model"],
@@ -80,8 +80,9 @@ class LiveServer:
         if not self.is_stock:
             targets = {f"{name}_slo_ms": slos_ms[name] for name in slos_ms}
             known = {n: v for n, v in targets.items() if n in self._initial}
+            # The rho in use stands there; that of a policy follows its deadline.
             await self._client.set_policy(
-                **{**self._initial, **known, **contender.changes}
+                **{**self._initial, "rho": None, **known, **contender.changes}
             )
 
     @contextlib.asynccontextmanager
@@ -109,6 +110,10 @@ class LiveServer:
                 log.add(await state_of(self._client))
 
     async def close(self) -> None:
+        """Give the server the policy back that it had."""
+        if self._initial:
+            with contextlib.suppress(ServerError):
+                await self._client.set_policy(**self._initial)
         await self._client.close()
 
 

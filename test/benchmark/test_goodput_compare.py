@@ -11,7 +11,7 @@ from typing import Any
 import goodput
 import pytest
 from goodput_lib.options import Options
-from stand_in import StandIn
+from stand_in import PARAMS, StandIn
 
 SHAPES = (
     *("--prompt-tokens", "5", "--serial-tokens", "4", "--fan-out", "2-3"),
@@ -28,12 +28,19 @@ def compare(*flags: str, stand_in: StandIn | None = None) -> list[dict[str, Any]
 CLOSED = ("--num-prompts", "8", "--arrivals", "closed:2")
 
 
+def switches(server: StandIn) -> list[dict[str, Any]]:
+    """The policies of the runs: the server gets its own one back after the last."""
+    *switched, restored = server.policies
+    assert restored == PARAMS
+    return switched
+
+
 def test_policies_take_turns_and_begin_each_round_with_another() -> None:
     server = StandIn()
     policies = ("--policies", "off,eager,ledger", "--rounds", "2")
     results = compare(*CLOSED, *policies, "--goodput", "tpot:50", stand_in=server)
     order = ["off", "eager", "ledger", "eager", "ledger", "off"]
-    assert [change["policy"] for change in server.policies] == order
+    assert [change["policy"] for change in switches(server)] == order
     assert [result["policy"] for result in results] == order
     assert [result["round"] for result in results] == [0, 0, 0, 1, 1, 1]
     assert server.num_flushes == 6
@@ -58,7 +65,7 @@ def test_a_policy_starts_from_the_servers_own_parameters() -> None:
     server = StandIn()
     policies = ("--policies", "taper:rho=0.8,deadline=progress,taper", "--rounds", "1")
     compare(*CLOSED, *policies, "--goodput", "ttft:900", "tpot:50", stand_in=server)
-    first, second = server.policies
+    first, second = switches(server)
     assert (first["rho"], first["deadline"]) == (0.8, "progress")
     assert (second["rho"], second["deadline"]) == (None, "schedule")
     assert second["ttft_slo_ms"] == 900
@@ -69,7 +76,7 @@ def test_the_procedure_measures_off_and_runs_only_what_looks_at_slos_again() -> 
     server = StandIn(step_s=0.004)
     flags = ("--policies", "off,eager,ledger", "--rounds", "1", "--slo-procedure")
     results = compare(*CLOSED, *flags, "--tpot-x", "1.2,2", stand_in=server)
-    assert [change["policy"] for change in server.policies] == [
+    assert [change["policy"] for change in switches(server)] == [
         *("off", "eager", "ledger", "ledger")
     ]
     slos = [(r["policy"], round(r["tpot_slo_x"], 3)) for r in results]
@@ -79,7 +86,7 @@ def test_the_procedure_measures_off_and_runs_only_what_looks_at_slos_again() -> 
     off_ms = results[0]["off_ms_between_tokens"]
     # Requests that fork give several tokens a step.
     assert 1 < off_ms < 20
-    planned = [change["tpot_slo_ms"] for change in server.policies[2:]]
+    planned = [change["tpot_slo_ms"] for change in switches(server)[2:]]
     assert planned == pytest.approx([1.2 * off_ms, 2 * off_ms])
 
 
