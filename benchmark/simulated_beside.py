@@ -1,11 +1,11 @@
 """Simulated runs beside the real ones that `benchmark/goodput.py` wrote.
 
-    python benchmark/simulated_beside.py F.jsonl --prefill-ms A,PER_TOKEN
+    python benchmark/simulated_beside.py F.jsonl
 
 Every run of F whose shapes were drawn is played again on a virtual clock: the same
 requests, SLOs and policy parameters, on a machine whose decode steps cost what the
-server had learned by the end of that run (over all runs with `--one-model`), and whose
-prefills cost what `--prefill-ms` says. The table has means over rounds.
+server had learned by the end of that run, and its prefills what they took in it (both
+over all runs with `--one-model`). The table has means over rounds.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         results = comparable(read_results(args.files))
-        prefill = parse_prefill(args.prefill_ms)
-        model = mean_model(results) if args.one_model else None
+        given = parse_prefill(args.prefill_ms) if args.prefill_ms else None
+        costs = [(model_of(result), given or prefill_of(result)) for result in results]
+        if args.one_model:
+            costs = [mean_costs(costs)] * len(results)
         pairs = [
-            (real, simulated(real, machine_of(model or model_of(real), prefill, real)))
-            for real in results
+            (real, simulated(real, machine_of(*cost, real)))
+            for real, cost in zip(results, costs, strict=True)
         ]
         print(table(pairs))
     except TaperError as error:
@@ -62,14 +64,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument(
         "--prefill-ms",
-        required=True,
         metavar="A,PER_TOKEN",
-        help="what a prefill step costs: a fixed part, and a part for each token",
+        help="what a prefill step costs: a fixed part, and a part for each token "
+        "(default: what it took in these runs)",
     )
     parser.add_argument(
         "--one-model",
         action="store_true",
-        help="the mean of the step-latency models of all runs, instead of each its own",
+        help="the mean of what steps and prefills cost in all runs, instead of each "
+        "its own",
     )
     return parser.parse_args(argv)
 
@@ -108,9 +111,22 @@ def model_of(result: Result) -> dict[str, float]:
     return {name: result["engine"]["latency_model"][name] for name in COEFFICIENTS}
 
 
-def mean_model(results: Sequence[Result]) -> dict[str, float]:
-    models = [model_of(result) for result in results]
-    return {name: fmean(model[name] for model in models) for name in COEFFICIENTS}
+def prefill_of(result: Result) -> Prefill:
+    """What a prefill cost in this run; raises FieldError if it does not say."""
+    found = result["engine"].get("prefill_ms")
+    if not found:
+        accepted = "a prefill cost in the results, or one given with --prefill-ms"
+        raise FieldError("FILE", result["run"], accepted)
+    return Prefill(*found)
+
+
+def mean_costs(
+    costs: Sequence[tuple[dict[str, float], Prefill]],
+) -> tuple[dict[str, float], Prefill]:
+    models, prefills = zip(*costs, strict=True)
+    model = {name: fmean(model[name] for model in models) for name in COEFFICIENTS}
+    fixed_ms = fmean(prefill.a_ms for prefill in prefills)
+    return model, Prefill(fixed_ms, fmean(p.ms_per_token for p in prefills))
 
 
 def machine_of(model: Mapping[str, float], prefill: Prefill, result: Result) -> Machine:

@@ -21,6 +21,7 @@ from goodput_lib.load import (
 from goodput_lib.options import Options
 from goodput_lib.policies import Contender
 from sglang_taper.demo.steps import StepLog, step_facts
+from sglang_taper.policy.latency_fit import fit_prefill
 from sglang_taper.workload.requests import (
     PlannedRequest,
     WorkloadSpec,
@@ -159,6 +160,7 @@ def _engine(run: Run, with_details: bool) -> dict[str, Any] | None:
         return None
     facts = step_facts([run.log])
     facts["planner_p99_ms"] = run.planner_p99_ms
+    facts["prefill_ms"] = fit_prefill(run.log.prefills)
     steps = max(1, facts["num_steps"])
     facts["mean_rows_admitted"] = facts["num_rows_admitted"] / steps
     facts["mean_rows_deferred"] = facts["num_rows_deferred"] / steps

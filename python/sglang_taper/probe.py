@@ -7,14 +7,17 @@ and by `sglang-taper calibrate`.
 from __future__ import annotations
 
 import random
+import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import requests
 
 REQUEST_TIMEOUT_S = 600
-FLUSH_TIMEOUT_S = 60
+# So long a flush waits for what was aborted to be gone.
+FLUSH_WAIT_S, FLUSH_TIMEOUT_S = 10, 60
+ABORT_TIMEOUT_S = 10
 # Request ids of what is shown begin with it: nobody waits for these.
 PROBE_RID = "taper-probe-"
 
@@ -54,11 +57,17 @@ def cells_within(cells: Iterable[Cell], num_steps: int, limits: Limits) -> list[
 
 
 def show(
-    url: str, cell: Cell, num_steps: int, limits: Limits, seed: object = 0
+    url: str,
+    cell: Cell,
+    num_steps: int,
+    limits: Limits,
+    seed: object = 0,
+    max_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Let the server at `url` generate `num_steps` tokens for each row of `cell`.
 
-    Raises requests.RequestException when it does not.
+    After `max_s`, or when interrupted, what still runs is aborted. Raises
+    requests.RequestException when the server fails.
     """
     rng = random.Random(f"{cell.num_rows}x{cell.num_tokens}/{seed}")
     prompts = [
@@ -66,20 +75,53 @@ def show(
         for _ in range(cell.num_rows)
     ]
     call = uuid.uuid4().hex
+    rids = [f"{PROBE_RID}{call}-{row}" for row in range(cell.num_rows)]
     sampling = {"max_new_tokens": num_steps, "temperature": 0, "ignore_eos": True}
-    answer = requests.post(
-        f"{url}/generate",
-        json={
-            "input_ids": prompts,
-            "rid": [f"{PROBE_RID}{call}-{row}" for row in range(cell.num_rows)],
-            "sampling_params": sampling,
-        },
-        headers=limits.headers,
-        timeout=REQUEST_TIMEOUT_S,
-    )
-    answer.raise_for_status()
+    is_cut = threading.Event()
+
+    def cut() -> None:
+        is_cut.set()
+        _abort(url, rids, limits.headers)
+
+    timer = threading.Timer(max_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        answer = requests.post(
+            f"{url}/generate",
+            json={"input_ids": prompts, "rid": rids, "sampling_params": sampling},
+            headers=limits.headers,
+            timeout=REQUEST_TIMEOUT_S,
+        )
+    except KeyboardInterrupt:
+        cut()
+        raise
+    finally:
+        timer.cancel()
+    # Of what was aborted some answers are errors.
+    if not is_cut.is_set():
+        answer.raise_for_status()
+
+
+def _abort(url: str, rids: Sequence[str], headers: dict[str, str]) -> None:
+    for rid in rids:
+        try:
+            requests.post(
+                f"{url}/abort_request",
+                json={"rid": rid},
+                headers=headers,
+                timeout=ABORT_TIMEOUT_S,
+            )
+        except requests.RequestException:
+            # Whoever waits for the answer learns what is wrong.
+            return
 
 
 def flush(url: str, headers: dict[str, str]) -> None:
     """Forget what was shown, where the server is idle and `headers` allow it."""
-    requests.post(f"{url}/flush_cache", headers=headers, timeout=FLUSH_TIMEOUT_S)
+    requests.post(
+        f"{url}/flush_cache",
+        params={"timeout": FLUSH_WAIT_S},
+        headers=headers,
+        timeout=FLUSH_TIMEOUT_S,
+    )

@@ -104,6 +104,7 @@ class StandIn:
                 "planner_p99_ms": 0.1,
                 "counters": dict.fromkeys(COUNTERS, len(self.bodies)),
                 "recent_steps": [],
+                "recent_prefills": [],
             }
         )
 

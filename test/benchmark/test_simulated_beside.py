@@ -102,6 +102,16 @@ def test_prompts_are_clipped_as_they_were() -> None:
     assert faster > slower
 
 
+def test_prefills_cost_what_they_took_in_the_run_unless_told() -> None:
+    silent, measured = real_result(), real_result()
+    measured["engine"]["prefill_ms"] = [20.0, 0.5]
+    assert beside.prefill_of(measured) == Prefill(20.0, 0.5)
+    costs = [(MODEL, Prefill(20.0, 0.5)), (MODEL, Prefill(40.0, 1.5))]
+    assert beside.mean_costs(costs) == (MODEL, Prefill(30.0, 1.0))
+    with pytest.raises(FieldError, match="--prefill-ms"):
+        beside.prefill_of({**silent, "run": "r1"})
+
+
 def test_policies_differ_in_what_is_played() -> None:
     goodputs = {
         policy: beside.simulated(real_result(policy), machine())["token_goodput"]

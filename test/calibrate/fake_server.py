@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,14 +26,23 @@ def law(rows: int, kv_tokens: int) -> float:
     return 20.0 + 1.5 * rows + 0.01 * kv_tokens
 
 
+def prefill_law(num_tokens: int) -> float:
+    return 30.0 + 0.5 * num_tokens
+
+
 class FakeServer:
-    """What it was asked, and what it would answer to `GET /taper/state`."""
+    """What it was asked, and what it would answer to `GET /taper/state`. A step really
+    takes `step_s`, and the last is the one after which its rows were aborted."""
 
     def __init__(self, step_ms: Callable[[int, int], float] = law) -> None:
         self.step_ms = step_ms
         self.shown: list[tuple[int, int]] = []
         self.policies: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
+        self.prefills: list[dict[str, Any]] = []
+        self.step_s = 0.0
+        self.aborted: list[str] = []
+        self.num_flushes = 0
         self.fails_after = 1_000_000
         self.state_changes: dict[str, Any] = {}
         self.url = ""
@@ -44,6 +54,7 @@ class FakeServer:
             "params": dict(PARAMS),
             "latency_model": {"shared_read_once": False, "graph_buckets": []},
             "recent_steps": self.records[-256:],
+            "recent_prefills": self.prefills[-64:],
             **self.state_changes,
         }
 
@@ -51,9 +62,22 @@ class FakeServer:
         prompts = body["input_ids"]
         rows, tokens = len(prompts), len(prompts[0])
         self.shown.append((rows, tokens))
+        self._prefill(rows * tokens)
         for index in range(1, body["sampling_params"]["max_new_tokens"]):
             self._step(rows, rows * (tokens + index))
+            time.sleep(self.step_s)
+            if body["rid"][-1] in self.aborted:
+                return False
         return len(self.shown) <= self.fails_after
+
+    def _prefill(self, num_tokens: int) -> None:
+        self.prefills.append(
+            {
+                "step": len(self.records),
+                "num_tokens": num_tokens,
+                "measured_ms": prefill_law(num_tokens),
+            }
+        )
 
     def _step(self, rows: int, kv_tokens: int) -> None:
         self.records.append(
@@ -80,6 +104,10 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 server.policies.append(body)
             elif self.path == "/generate":
                 works = server.generate(body)
+            elif self.path == "/abort_request":
+                server.aborted.append(body["rid"])
+            elif self.path.startswith("/flush_cache"):
+                server.num_flushes += 1
             self._answer(200 if works else 500, {})
 
         def _answer(self, status: int, body: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_server import PARAMS, FakeServer, law, serving
+from fake_server import PARAMS, FakeServer, law, prefill_law, serving
 
-from sglang_taper import cli
+from sglang_taper import cli, probe
 from sglang_taper.calibrate import run
 from sglang_taper.calibrate.session import POLICY, Session, steps_of
 from sglang_taper.policy.latency import StepLatencyModel
 from sglang_taper.probe import Cell
+from sglang_taper.sim.machine import read_machine
 
 
 @pytest.fixture
@@ -124,6 +126,55 @@ def test_a_budget_that_is_spent_leaves_a_profile_and_the_rest_for_later(
     assert calibrate(server, output, "--budget-s", "1000") == 0
     assert len(server.shown) == 2 * len(set(server.shown))
     assert sorted(output.parent.iterdir()) == [output]
+
+
+def test_a_batch_that_does_not_end_in_time_is_aborted_and_what_it_told_counts(
+    server: FakeServer, output: Path
+) -> None:
+    server.step_s = 0.05  # 15 steps in 0.75 s
+    began = time.monotonic()
+    assert calibrate(server, output, "--budget-s", "1.0") == 0
+    assert time.monotonic() - began < 3
+    assert len(server.shown) == 2
+    assert len(server.aborted) == server.shown[1][0]
+    assert server.num_flushes == 2
+    cells = json.loads(output.read_text())["calibration"]["cells"]
+    assert 0 < cells[1]["num_steps"] < cells[0]["num_steps"]
+
+
+def test_the_profile_says_what_a_prefill_costs(
+    server: FakeServer, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(server, output) == 0
+    machine = read_machine(str(output))
+    assert machine.prefill.duration_ms(100) == pytest.approx(prefill_law(100))
+    assert "prefill = 30 ms + 500 ms * thousand tokens" in capsys.readouterr().out
+
+
+def test_a_url_where_nobody_listens_is_one_sentence(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(FakeServer()) as gone:
+        pass
+    assert calibrate(gone, output) == 2
+    assert capsys.readouterr().err.endswith(f"no server answers at {gone.url}\n")
+
+
+def test_an_interrupted_batch_leaves_nothing_in_the_server(
+    server: FakeServer, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = probe.requests.post
+
+    def interrupted(url: str, **kwargs: Any) -> Any:
+        if url.endswith("/generate"):
+            raise KeyboardInterrupt
+        return post(url, **kwargs)
+
+    monkeypatch.setattr(probe.requests, "post", interrupted)
+    assert calibrate(server, output) == 130
+    assert len(server.aborted) == 1
+    assert server.num_flushes == 1
+    assert server.policies[-1]["policy"] == "taper"
 
 
 class StandIn:

@@ -62,4 +62,5 @@ def a_state(steps: list[dict[str, Any]], **counters: float) -> dict[str, Any]:
         "latency_model": {"a_ms": 30.0, "trusted": True},
         "counters": dict.fromkeys(COUNTERS, 0) | counters,
         "recent_steps": steps,
+        "recent_prefills": [],
     }

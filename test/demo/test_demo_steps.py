@@ -39,6 +39,15 @@ def test_a_step_seen_twice_counts_once_with_its_measurement() -> None:
     assert [s["measured_ms"] for s in log.steps] == [44.0]
 
 
+def test_prefills_of_the_log_are_those_that_were_measured() -> None:
+    def passed(step: int, ms: float | None) -> dict:
+        return {"step": step, "num_tokens": 30, "measured_ms": ms}
+
+    seen = [passed(1, 11.0), passed(3, 33.0), passed(4, None)]
+    before, after = a_state([], num_steps=2), a_state([a_step(3)], num_steps=3)
+    assert a_log(before, {**after, "recent_prefills": seen}).prefills == [(30, 33.0)]
+
+
 def test_facts_are_what_the_counters_grew_by_over_all_logs() -> None:
     logs = [
         a_log(

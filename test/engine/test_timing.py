@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_taper.engine.counters import Counters, PrefillRecord
 from sglang_taper.engine.timing import LaunchedStep, StepTimer
 
 
@@ -30,6 +31,16 @@ def test_a_prefill_after_a_step_ends_it_too_but_is_no_step() -> None:
     assert closed is not None
     assert closed.step_ms == 20
     assert timer.launched(decode(90), after_idle=False) is None
+
+
+def test_a_prefill_with_a_record_is_measured_in_it() -> None:
+    timer, counters = StepTimer(asynchronous=False), Counters()
+    step = prefill(20)
+    step.prefill = counters.prefilled(7, 300)
+    timer.launched(step, after_idle=True)
+    assert step.prefill.measured_ms is None
+    timer.launched(decode(90), after_idle=False)
+    assert list(counters.recent_prefills) == [PrefillRecord(7, 300, 70)]
 
 
 def test_a_step_before_an_idle_gap_is_not_measured() -> None:

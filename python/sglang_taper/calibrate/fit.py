@@ -9,7 +9,14 @@ import msgspec
 
 from sglang_taper.errors import FieldError
 from sglang_taper.policy.latency import bucket_rows
-from sglang_taper.policy.latency_fit import Sample, Vector, dot, robust_fit, sample_of
+from sglang_taper.policy.latency_fit import (
+    Sample,
+    Vector,
+    dot,
+    fit_prefill,
+    robust_fit,
+    sample_of,
+)
 from sglang_taper.probe import Cell
 
 MIN_STEPS = 16
@@ -28,12 +35,20 @@ class TimedStep(msgspec.Struct, frozen=True):
     step_ms: float
 
 
+class TimedPrefill(msgspec.Struct, frozen=True):
+    """A prefill pass over `num_tokens` new tokens."""
+
+    num_tokens: int
+    pass_ms: float
+
+
 class CellSteps(msgspec.Struct, frozen=True):
-    """The steps timed while a cell was shown, which took `wall_s`, prefill included."""
+    """The steps and prefills timed while a cell was shown, which took `wall_s`."""
 
     cell: Cell
     wall_s: float
     steps: list[TimedStep]
+    prefills: list[TimedPrefill] = []
 
 
 class CellResidual(msgspec.Struct, frozen=True):
@@ -53,7 +68,8 @@ class CellResidual(msgspec.Struct, frozen=True):
 
 class Fit(msgspec.Struct, frozen=True):
     """`mape` is over steps that were not fitted, `mape_unseen_cells` over cells none of
-    whose steps was (None with fewer than four)."""
+    whose steps was (None with fewer than four). `prefill_ms` is what a prefill pass
+    costs, a fixed part and one for each new token; None after too few."""
 
     a_ms: float
     b_ms_per_row: float
@@ -61,6 +77,7 @@ class Fit(msgspec.Struct, frozen=True):
     num_steps: int
     mape: float
     mape_unseen_cells: float | None
+    prefill_ms: tuple[float, float] | None
     cells: list[CellResidual]
 
 
@@ -83,6 +100,9 @@ def fit_cells(cells: Sequence[CellSteps], graph_buckets: Sequence[int] = ()) -> 
         num_steps=len(everything),
         mape=_held_out_mape(list(samples.values())),
         mape_unseen_cells=_unseen_mape(list(samples.values())),
+        prefill_ms=fit_prefill(
+            [(p.num_tokens, p.pass_ms) for shown in cells for p in shown.prefills]
+        ),
         cells=sorted(residuals, key=lambda r: (r.num_rows, r.num_tokens)),
     )
 

@@ -31,6 +31,7 @@ from sglang_taper.server_process import ServerProcess
 PASSES = 2
 INTERRUPTED = 130
 # Any will do: it only says that the server need not calibrate itself first.
+PREFILL_KEYS = ("a_ms", "ms_per_token")
 PLACEHOLDER = {"a_ms": 1.0, "b_ms_per_row": 0.0, "c_ms_per_token": 0.0}
 
 
@@ -51,6 +52,9 @@ def run_calibrate(options: CalibrateOptions) -> int:
         nothing = "nothing was measured yet"
         print(f"interrupted: {goes_on if partial.exists() else nothing}")
         return INTERRUPTED
+    except requests.ConnectionError as error:
+        where = options.url or "the server that was started"
+        raise ServerProcessError(f"no server answers at {where}") from error
     except requests.RequestException as error:
         raise ServerProcessError(f"the server does not answer: {error}") from error
     finally:
@@ -115,21 +119,25 @@ def _measure(session: Session, partial: PartialResults, budget_s: float) -> int:
             if predicted_s(cell, walls) > left_s:
                 continue
             progress.set_postfix_str(f"{cell.num_rows} x {cell.num_tokens} tokens")
-            steps = session.measure(cell, number)
-            partial.add(steps)
-            walls.append((cell, steps.wall_s))
+            shown = session.measure(cell, number, left_s)
+            walls.append((cell, shown.wall_s))
+            if not shown.steps and shown.wall_s >= left_s:
+                break  # cut before it told anything
+            partial.add(shown)
             num_shown += 1
     return len(showings) - num_shown
 
 
 def make_profile(fit: Fit, subject: dict[str, Any]) -> dict[str, Any]:
     """What `--latency-profile` reads; `calibration` says how it came about."""
+    prefill = dict(zip(PREFILL_KEYS, fit.prefill_ms or (), strict=False))
     return {
         "a_ms": fit.a_ms,
         "b_ms_per_row": fit.b_ms_per_row,
         "c_ms_per_token": fit.c_ms_per_token,
         "shared_read_once": subject["shared_read_once"],
         "graph_buckets": subject["graph_buckets"],
+        **({"prefill": prefill} if prefill else {}),
         "mape": fit.mape,
         "calibration": {
             **subject["engine"],
@@ -145,11 +153,16 @@ def summary(fit: Fit, output: str) -> list[str]:
     """What the user is told."""
     worst = max(fit.cells, key=lambda cell: abs(cell.residual))
     unseen = fit.mape_unseen_cells
+    prefill = [fit.prefill_ms] if fit.prefill_ms else []
     lines = [
         f"T = {fit.a_ms:.4g} ms + {fit.b_ms_per_row:.4g} ms * rows "
         f"+ {1e3 * fit.c_ms_per_token:.4g} ms * thousand KV tokens",
         f"{fit.num_steps} steps of {len(fit.cells)} batches; MAPE {fit.mape:.1%} on "
         "steps held out" + (f", {unseen:.1%} on batches held out" if unseen else ""),
+        *(
+            f"prefill = {a:.4g} ms + {1e3 * b:.4g} ms * thousand tokens"
+            for a, b in prefill
+        ),
         f"worst batch: {worst.num_rows} x {worst.num_tokens} tokens, "
         f"measured {worst.measured_ms:.4g} ms, residual {worst.residual:+.1%}",
         f"profile: {output} (use it with --latency-profile)",

@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from sglang_taper.calibrate.fit import CellSteps, TimedStep
+from sglang_taper.calibrate.fit import CellSteps, TimedPrefill, TimedStep
 from sglang_taper.errors import FieldError
 from sglang_taper.probe import Cell, Limits, flush, show
 
@@ -74,15 +74,20 @@ class Session:
             timeout=CONTROL_TIMEOUT_S,
         ).raise_for_status()
 
-    def measure(self, cell: Cell, seed: int) -> CellSteps:
-        """Show `cell` and collect its steps as the server's scheduler timed them."""
+    def measure(self, cell: Cell, seed: int, max_s: float) -> CellSteps:
+        """Show `cell`, for at most `max_s`, and collect its steps and prefills as the
+        server's scheduler timed them."""
         before = _last_step(self.state())
         began = time.monotonic()
-        show(self.url, cell, STEPS_PER_CELL, self.limits, seed)
-        wall_s = time.monotonic() - began
-        steps = steps_of(cell, self.state()["recent_steps"], before)
-        flush(self.url, self._headers)
-        return CellSteps(cell, wall_s, steps)
+        try:
+            show(self.url, cell, STEPS_PER_CELL, self.limits, seed, max_s)
+            wall_s = time.monotonic() - began
+            state = self.state()
+        finally:
+            flush(self.url, self._headers)
+        steps = steps_of(cell, state["recent_steps"], before)
+        prefills = prefills_of(state["recent_prefills"], before)
+        return CellSteps(cell, wall_s, steps, prefills)
 
 
 def _last_step(state: dict[str, Any]) -> int:
@@ -104,4 +109,13 @@ def steps_of(cell: Cell, records: list[dict[str, Any]], before: int) -> list[Tim
         TimedStep(record["num_admitted"], record["kv_tokens"], record["measured_ms"])
         for record in whole[1:]
         if record["measured_ms"] is not None
+    ]
+
+
+def prefills_of(records: list[dict[str, Any]], before: int) -> list[TimedPrefill]:
+    """Those that came after decode step number `before`."""
+    return [
+        TimedPrefill(record["num_tokens"], record["measured_ms"])
+        for record in records
+        if record["step"] >= before and record["measured_ms"] is not None
     ]

@@ -24,6 +24,8 @@ class StepLog:
 
     def __init__(self) -> None:
         self._steps: dict[int, Step] = {}
+        # By the step before each: one of several passes between two steps is enough.
+        self._prefills: dict[int, Step] = {}
         self._first: dict[str, Any] | None = None
         self._last: dict[str, Any] = {}
         self.coefficients: dict[str, Any] = {}
@@ -39,10 +41,19 @@ class StepLog:
         for step in state["recent_steps"]:
             if step["step"] > self._from_step:
                 self._steps[step["step"]] = step
+        for prefill in state["recent_prefills"]:
+            if prefill["step"] > self._from_step and prefill["measured_ms"]:
+                self._prefills[prefill["step"]] = prefill
 
     @property
     def steps(self) -> list[Step]:
         return [self._steps[number] for number in sorted(self._steps)]
+
+    @property
+    def prefills(self) -> list[tuple[int, float]]:
+        """New tokens and ms of the prefill passes that were measured."""
+        passes = self._prefills.values()
+        return [(p["num_tokens"], p["measured_ms"]) for p in passes]
 
     def growth(self, counter: str) -> float:
         return float(self._last[counter] - (self._first or {})[counter])

@@ -105,9 +105,10 @@ def calibrate(url: str, limits: Limits) -> int:
     ends_at = time.monotonic() + BUDGET_S
     shown = 0
     for cell in cells_within(CELLS, STEPS_PER_CELL, limits):
-        if time.monotonic() > ends_at:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
             break
-        show(url, cell, STEPS_PER_CELL, limits)
+        show(url, cell, STEPS_PER_CELL, limits, max_s=left_s)
         shown += 1
     flush(url, _admin_headers())
     logger.info("Calibrated the step-latency model on %d batches", shown)

@@ -196,19 +196,25 @@ class BranchController:
             min_slack_ms=plan.min_slack_ms,
         )
 
-    def launched(self, is_decode: bool, after_idle: bool) -> None:
-        """A batch is about to be launched; a decode batch was planned just before."""
-        record = self._planned if is_decode else None
+    def launched(self, num_prefill_tokens: int | None, after_idle: bool) -> None:
+        """A batch is about to be launched: a prefill of so many new tokens, or (None)
+        a decode batch, which was planned just before."""
+        record = prefill = None
+        if num_prefill_tokens is None:
+            record = self._planned
+        else:
+            prefill = self.counters.prefilled(self.step, num_prefill_tokens)
         self._planned = None
         step = LaunchedStep(
             launched_ms=monotonic_ms(),
             num_rows=record.num_admitted if record else 0,
             kv_tokens=record.kv_tokens if record else 0,
             record=record,
+            prefill=prefill,
         )
         self._in_flight.append(step)
         self._learn(self.timer.launched(step, after_idle))
-        if is_decode and self.params.test_step_cost_ms:
+        if prefill is None and self.params.test_step_cost_ms:
             # After the step's time has begun: it is to look like the step's own.
             time.sleep(self.params.test_step_cost_ms / 1000)
 

@@ -1,4 +1,4 @@
-"""Plain counters and the record of recent decode steps; updated once per step."""
+"""Plain counters and the record of recent steps; updated once per step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-NUM_RECENT_STEPS = 256
+NUM_RECENT_STEPS, NUM_RECENT_PREFILLS = 256, 64
 
 
 class StepRecord(msgspec.Struct):
@@ -24,6 +24,15 @@ class StepRecord(msgspec.Struct):
     baseline_ms: float | None
     budget_ms: float | None
     min_slack_ms: float | None
+    measured_ms: float | None = None
+
+
+class PrefillRecord(msgspec.Struct):
+    """One prefill pass over `num_tokens` new tokens. `step` is the decode step before
+    it."""
+
+    step: int
+    num_tokens: int
     measured_ms: float | None = None
 
 
@@ -64,6 +73,9 @@ class Counters(msgspec.Struct):
     recent_steps: deque[StepRecord] = msgspec.field(
         default_factory=lambda: deque(maxlen=NUM_RECENT_STEPS)
     )
+    recent_prefills: deque[PrefillRecord] = msgspec.field(
+        default_factory=lambda: deque(maxlen=NUM_RECENT_PREFILLS)
+    )
     planner_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=1024))
 
     def planned(self, record: StepRecord, planner_ms: float) -> None:
@@ -86,6 +98,12 @@ class Counters(msgspec.Struct):
             self.num_predicted_steps += 1
             self.sum_predicted_ms += record.predicted_ms
             self.sum_absolute_error += abs(record.predicted_ms / step_ms - 1)
+
+    def prefilled(self, step: int, num_tokens: int) -> PrefillRecord:
+        """A prefill pass begins; what it takes is still to be measured."""
+        record = PrefillRecord(step, num_tokens)
+        self.recent_prefills.append(record)
+        return record
 
     @property
     def planner_p99_ms(self) -> float | None:

@@ -38,7 +38,8 @@ def describe_state(controller: BranchController) -> dict[str, Any]:
                 -MAX_REPORTED_GROUPS:
             ]
         ],
-        "recent_steps": [msgspec.to_builtins(s) for s in counters.recent_steps],
+        "recent_steps": msgspec.to_builtins(list(counters.recent_steps)),
+        "recent_prefills": msgspec.to_builtins(list(counters.recent_prefills)),
     }
 
 
@@ -61,7 +62,7 @@ def describe_model(controller: BranchController) -> dict[str, Any]:
 
 
 def describe_counters(controller: BranchController) -> dict[str, Any]:
-    skipped = ("recent_steps", "planner_ms")
+    skipped = ("recent_steps", "recent_prefills", "planner_ms")
     counters = controller.counters
     described = {
         name: getattr(counters, name)

@@ -202,7 +202,9 @@ class TaperScheduler(Scheduler):
         )
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
-        self.taper.launched(batch.forward_mode.is_decode(), self._sched_idled)
+        is_decode = batch.forward_mode.is_decode()
+        num_tokens = None if is_decode else batch.extend_num_tokens or 0
+        self.taper.launched(num_tokens, self._sched_idled)
         attention.announce(self._attention, batch)
         return super().run_batch(batch, *args, **kwargs)
 

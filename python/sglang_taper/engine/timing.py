@@ -13,17 +13,18 @@ import math
 
 import msgspec
 
-from sglang_taper.engine.counters import StepRecord
+from sglang_taper.engine.counters import PrefillRecord, StepRecord
 from sglang_taper.policy.stalls import Stalls
 
 
 class LaunchedStep(msgspec.Struct):
-    """One launched batch: `num_rows` is 0 for a prefill."""
+    """One launched batch: `num_rows` is 0 for a prefill, which may have a record."""
 
     launched_ms: float
     num_rows: int
     kv_tokens: int
     record: StepRecord | None = None
+    prefill: PrefillRecord | None = None
 
 
 class MeasuredStep(msgspec.Struct, frozen=True):
@@ -70,5 +71,7 @@ class StepTimer:
         is_prefill = step.num_rows == 0
         self.stalls.record(step_ms, is_prefill)
         if is_prefill:
+            if step.prefill is not None:
+                step.prefill.measured_ms = step_ms
             return None
         return MeasuredStep(step.num_rows, step.kv_tokens, step_ms, step.record)

@@ -18,6 +18,8 @@ RIDGE = 1e-9
 OUTLIER_FACTOR, OUTLIER_FLOOR = 4.0, 0.005
 
 Vector = list[float]
+# Prefill passes that tell what one costs.
+MIN_PASSES = 4
 # (1, rows, kv_tokens) / T of a step: the target of every prediction is 1.
 Sample = tuple[float, float, float]
 _SUBSETS = [s for size in (3, 2, 1) for s in combinations(range(3), size)]
@@ -36,6 +38,18 @@ def robust_fit(samples: list[Sample]) -> Vector:
     limit = max(limit, OUTLIER_FLOOR)
     kept = [s for s, error in zip(samples, errors, strict=True) if error <= limit]
     return _fit(kept) if len(kept) < len(samples) else fitted
+
+
+def fit_prefill(passes: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """`(a_ms, ms_per_token)` of a prefill pass, from (new tokens, ms) of some.
+
+    None from fewer than `MIN_PASSES` that computed anything.
+    """
+    samples = [sample_of(n, 0, pass_ms) for n, pass_ms in passes if n and pass_ms > 0]
+    if len(samples) < MIN_PASSES:
+        return None
+    a_ms, ms_per_token, _ = robust_fit(samples)
+    return a_ms, ms_per_token
 
 
 def dot(x: Sequence[float], y: Sequence[float]) -> float:
