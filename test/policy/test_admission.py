@@ -33,7 +33,8 @@ from sglang_taper.policy.types import LatencyCoefficients, StepView
 
 def due_in(slack_ms: float, **facts: float) -> list:
     """One request whose next token is due in `slack_ms`."""
-    return [make_request(num_tokens=1, schedule_origin_ms=85.0 + slack_ms, **facts)]
+    origin_ms = 105.0 + slack_ms - facts.setdefault("tpot_slo_ms", 20.0)
+    return [make_request(num_tokens=1, schedule_origin_ms=origin_ms, **facts)]
 
 
 @pytest.fixture
@@ -87,17 +88,44 @@ def test_an_unknown_utility_is_refused_with_the_known_names() -> None:
 
 def test_rows_are_added_up_to_and_including_the_budget() -> None:
     # S0 is 11 ms; rho 0.5 of the 4 ms beyond it is room for exactly two rows more.
-    answer = plan(make_view((6,), due_in(15.0)), rho=0.5)
+    answer = plan(make_view((6,), due_in(15.0, tpot_slo_ms=11.0)), rho=0.5)
     assert (answer.rows, answer.reason) == ([0, 1, 2], "budget")
     assert (answer.baseline_ms, answer.budget_ms, answer.predicted_ms) == (11, 13, 13)
     assert answer.min_slack_ms == 15.0
 
 
 def test_stalls_shrink_the_budget_but_never_below_s0() -> None:
-    view = make_view((6,), due_in(15.0), stall_share=0.2)
+    view = make_view((6,), due_in(15.0, tpot_slo_ms=11.0), stall_share=0.2)
     assert plan(view, rho=1.0).budget_ms == pytest.approx(12.0)
     late = plan(view, rho=0.0)
     assert (late.rows, late.budget_ms) == ([0], 11.0)
+
+
+def test_a_step_as_long_as_the_tpot_of_who_is_urgent_needs_no_share_of_the_slack() -> (
+    None
+):
+    view = make_view((9,), due_in(30.0, tpot_slo_ms=14.0))
+    assert plan(view, rho=0.0).budget_ms == 14.0
+    assert len(plan(view, rho=0.0).rows) == 4
+    # What was saved is still rationed.
+    assert plan(view, rho=0.5).budget_ms == 11.0 + 0.5 * 19.0
+    soon = make_view((9,), due_in(12.0, tpot_slo_ms=14.0))
+    assert plan(soon, rho=0.0).budget_ms == 12.0
+
+
+def test_that_step_is_shorter_by_what_the_model_errs_and_by_what_prefills_take() -> (
+    None
+):
+    model = msgspec.structs.replace(MODEL, error=0.1)
+    urgent = due_in(60.0, tpot_slo_ms=40.0)
+    view = make_view((30,), urgent, model=model, stall_share=0.25)
+    assert plan(view, rho=0.0).budget_ms == pytest.approx(0.75 * 0.9 * 40.0)
+
+
+def test_with_progress_deadlines_rho_rations_all_slack() -> None:
+    view = make_view((9,), [make_request(last_progress_ms=100.0, tpot_slo_ms=20.0)])
+    answer = plan(view, rho=0.0, deadline="progress")
+    assert (answer.budget_ms, answer.min_slack_ms) == (11.0, 15.0)
 
 
 def test_without_slack_only_the_baseline_runs() -> None:

@@ -257,6 +257,15 @@ def test_error_is_that_of_predictions_made_before_the_step_was_seen() -> None:
     model = StepLatencyModel.from_profile(profile())
     model.observe(10, 1000, 2 * model.predict(10, 1000))
     assert model.mape == pytest.approx(0.5)
+    assert model.coefficients().error == model.mape
+
+
+def test_plans_never_see_an_error_above_one() -> None:
+    model = StepLatencyModel.from_profile(profile())
+    assert model.coefficients().error == 0.0
+    model.observe(10, 1000, model.predict(10, 1000) / 40)
+    assert model.mape > 30
+    assert model.coefficients().error == 1.0
 
 
 @pytest.mark.parametrize(

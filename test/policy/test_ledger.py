@@ -42,6 +42,12 @@ def test_a_lead_is_spent_and_a_lag_made_up_over_eight_steps(
     assert ledger(ahead(lead_ms)).budget_ms == budget_ms
 
 
+def test_what_the_model_errs_is_kept_back() -> None:
+    model = msgspec.structs.replace(MODEL, error=0.2)
+    answer = ledger(ahead(0.0), model=model, stall_share=0.1)
+    assert answer.budget_ms == pytest.approx(0.9 * 0.8 * TPOT_MS)
+
+
 @pytest.mark.parametrize(("num_tokens", "stalls"), [(100, 1.0), (300, 3.0), (900, 3.0)])
 def test_a_reserve_of_up_to_three_stalls_grows_with_the_request(
     num_tokens: int, stalls: float

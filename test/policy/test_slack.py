@@ -17,7 +17,7 @@ from sglang_taper.policy.slack import (
     reported_slack_ms,
     step_slack,
 )
-from sglang_taper.policy.types import PolicyParams
+from sglang_taper.policy.types import PolicyParams, StepView
 
 SCHEDULE = PolicyParams(deadline="schedule")
 PROGRESS = PolicyParams(deadline="progress")
@@ -32,7 +32,12 @@ def slack_of(
     view = make_view(
         requests=[make_request(**facts)], params=params, stall_share=stall_share
     )
-    return step_slack(view, baseline_ms)
+    return slack_ms(view, baseline_ms)
+
+
+def slack_ms(view: StepView, baseline_ms: float) -> float | None:
+    urgent = step_slack(view, baseline_ms)
+    return None if urgent is None else urgent.slack_ms
 
 
 def test_first_token_is_due_at_arrival_plus_ttft_in_both_definitions() -> None:
@@ -48,7 +53,15 @@ def test_schedule_counts_tokens_from_the_first_and_progress_from_the_last() -> N
 
 def test_slack_is_the_smallest_over_requests() -> None:
     requests = [make_request(num_tokens=n) for n in (9, 6, 7)]
-    assert step_slack(make_view((1, 2, 1), requests), 8.0) == 10.0 + 6 * 20.0 - 105.0
+    assert slack_ms(make_view((1, 2, 1), requests), 8.0) == 10.0 + 6 * 20.0 - 105.0
+
+
+def test_the_slack_comes_with_the_tpot_of_the_request_that_has_it() -> None:
+    requests = [
+        make_request(num_tokens=9, tpot_slo_ms=20.0),
+        make_request(num_tokens=4, tpot_slo_ms=40.0),
+    ]
+    assert step_slack(make_view((1, 2), requests), 8.0) == (10.0 + 4 * 40 - 105, 40.0)
 
 
 def test_slack_does_not_depend_on_how_far_behind_a_branch_is() -> None:
@@ -126,7 +139,7 @@ def test_prefills_that_take_all_the_time_leave_nobody_to_protect() -> None:
 def test_a_lost_request_does_not_hide_the_slack_of_the_others() -> None:
     lost = make_request(first_token_ms=5000.0, num_tokens=1)
     view = make_view((1, 1), [lost, make_request(num_tokens=8)])
-    assert step_slack(view, 8.0) == 65.0
+    assert slack_ms(view, 8.0) == 65.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), st.floats(0.1, 1e4))

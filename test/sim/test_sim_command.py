@@ -93,7 +93,15 @@ def test_a_biased_predictor_is_wrong_by_the_same_factor_everywhere() -> None:
     biased = ScaledPredictor(truth, bias=-0.2).coefficients()
     assert biased.a_ms == pytest.approx(0.8 * truth.a_ms)
     assert biased.c_ms_per_token == pytest.approx(0.8 * truth.c_ms_per_token)
-    assert ScaledPredictor(truth).coefficients() is truth
+    assert ScaledPredictor(truth).coefficients() == truth
+
+
+def test_policies_are_told_how_wrong_a_predictor_is() -> None:
+    truth = read_machine("tp8").decode
+    assert ScaledPredictor(truth, bias=-0.2).coefficients().error == 0.2
+    noisy = ScaledPredictor(truth, noise=0.1)
+    assert noisy.coefficients().error == pytest.approx(0.08)
+    assert ScaledPredictor(truth, bias=5.0).coefficients().error == 1.0
 
 
 def test_a_noisy_predictor_is_right_on_average() -> None:

@@ -15,7 +15,7 @@ from sglang_taper.policy.baselines import (
 )
 from sglang_taper.policy.filling import Budget, plan_within, step_kv_tokens
 from sglang_taper.policy.ledger import LedgerPolicy
-from sglang_taper.policy.slack import published_slack, step_slack
+from sglang_taper.policy.slack import SCHEDULE, published_slack, step_slack
 from sglang_taper.policy.triage import TriagePolicy
 from sglang_taper.policy.types import AdmissionPlan, StepView
 
@@ -75,11 +75,14 @@ def policy_names() -> tuple[str, ...]:
 class TaperPolicy:
     """Fill the step with extra branches while it fits the slack budget (TAPER).
 
-    Budget: `max(T0, (1 - stall_share) * (T0 + rho * max(0, slack - T0)))` with T0
-    the predicted S0 and `slack` from `step_slack`. Extra rows come in the order of
-    marginal utility per predicted marginal millisecond, ties longest waiting first,
-    up to the first one that does not fit. Replanned from scratch at every step.
-    Raises FieldError for an unknown `params.utility`.
+    Budget: `max(T0, (1 - stall_share) * max(T0 + rho * max(0, slack - T0), pace))`
+    with T0 the predicted S0, `slack` and the TPOT of who has it from `step_slack`.
+    `pace` is for `schedule` deadlines, `min(slack, (1 - error) * TPOT)` with the
+    model's error: a step of that length uses up nothing that was saved, so rho has
+    nothing to ration. Extra rows come in the order of marginal utility per predicted
+    marginal millisecond, ties longest waiting first, up to the first one that does not
+    fit. Replanned from scratch at every step. Raises FieldError for an unknown
+    `params.utility`.
     """
 
     def plan(self, step: StepView) -> AdmissionPlan:
@@ -87,11 +90,15 @@ class TaperPolicy:
 
 
 def _slack_budget(step: StepView, baseline_ms: float) -> Budget:
-    slack_ms = step_slack(step, baseline_ms)
-    if slack_ms is None:
+    urgent = step_slack(step, baseline_ms)
+    if urgent is None:
         return Budget(None, None)
+    slack_ms, tpot_slo_ms = urgent
     spare_ms = max(0.0, slack_ms - baseline_ms)
     wanted_ms = baseline_ms + step.params.slack_fraction * spare_ms
+    if step.params.deadline == SCHEDULE:
+        pace_ms = (1 - step.model.error) * tpot_slo_ms
+        wanted_ms = max(wanted_ms, min(slack_ms, pace_ms))
     return Budget(max(baseline_ms, (1 - step.stall_share) * wanted_ms), slack_ms)
 
 

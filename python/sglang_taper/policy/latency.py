@@ -106,6 +106,7 @@ class StepLatencyModel:
                 shared_read_once=self.shared_read_once,
                 graph_buckets=self.graph_buckets,
                 trusted=self.trusted,
+                error=min(1.0, self.mape or 0.0),
             )
         return self._coefficients
 

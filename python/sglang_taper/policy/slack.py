@@ -14,7 +14,7 @@ Before its first token a request is due at arrival + TTFT in both.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_taper.policy.types import RequestView, StepView
 
@@ -80,8 +80,16 @@ def reported_slack_ms(slack_ms: float, tpot_slo_ms: float) -> float:
     return -tpot_slo_ms * (2 + tpot_slo_ms / slack_ms)
 
 
-def step_slack(view: StepView, baseline_ms: float) -> float | None:
-    """Smallest slack of the requests worth protecting, as `reported_slack_ms`.
+class Slack(NamedTuple):
+    """The smallest slack of the requests worth protecting, as `reported_slack_ms`, and
+    the TPOT SLO of the request that has it."""
+
+    slack_ms: float
+    tpot_slo_ms: float
+
+
+def step_slack(view: StepView, baseline_ms: float) -> Slack | None:
+    """How much time the step has until the most urgent deadline worth keeping.
 
     `baseline_ms` is the predicted S0. A request is not protected, because holding
     the others at S0 would cost them and not save it, when
@@ -111,7 +119,9 @@ def step_slack(view: StepView, baseline_ms: float) -> float | None:
             protected = tpot_ms >= _with_stalls(baseline_ms, view.stall_share)
         if protected and slack_ms < worst_ms:
             worst_ms, worst_tpot_ms = slack_ms, tpot_ms
-    return None if worst_ms == math.inf else reported_slack_ms(worst_ms, worst_tpot_ms)
+    if worst_ms == math.inf:
+        return None
+    return Slack(reported_slack_ms(worst_ms, worst_tpot_ms), worst_tpot_ms)
 
 
 def most_urgent(view: StepView) -> tuple[RequestView, float]:

@@ -22,7 +22,8 @@ class LatencyCoefficients(msgspec.Struct, frozen=True, gc=False):
     once for each row. `graph_buckets` are the ascending captured batch sizes; rows
     are rounded up to the next one (empty: no rounding). `trusted` is False while the
     model is not calibrated or its error is too large; policies that predict then run
-    the baseline step only.
+    the baseline step only. `error` is the mean absolute relative error of its recent
+    predictions, at most 1.
     """
 
     a_ms: float = 0.0
@@ -31,6 +32,7 @@ class LatencyCoefficients(msgspec.Struct, frozen=True, gc=False):
     shared_read_once: bool = False
     graph_buckets: tuple[int, ...] = ()
     trusted: bool = False
+    error: float = 0.0
 
 
 class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,6 +12,8 @@ from sglang_taper.policy.latency import StepLatencyModel
 from sglang_taper.policy.types import LatencyCoefficients
 
 CONSTANT_WINDOW = 256
+# Mean absolute value of a normal error, as a share of its standard deviation.
+MEAN_DEVIATION = 0.8
 
 
 class Predictor(Protocol):
@@ -25,6 +27,7 @@ class ScaledPredictor:
     """The true model times `1 + bias`, and times a random factor at each step.
 
     `noise` is the standard deviation of that factor around 1; it is kept above 0.1.
+    Policies are told how wrong it is, as by a model that sees its errors.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class ScaledPredictor:
         self.truth = truth
         self.factor, self.noise = 1 + bias, noise
         self.rng = rng or random.Random(0)
-        self._biased = scaled(truth, self.factor)
+        error = min(1.0, abs(bias) + MEAN_DEVIATION * noise)
+        told = msgspec.structs.replace(truth, error=error)
+        self._biased = scaled(told, self.factor)
 
     def coefficients(self) -> LatencyCoefficients:
         if not self.noise:
