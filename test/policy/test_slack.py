@@ -61,7 +61,48 @@ def test_the_slack_comes_with_the_tpot_of_the_request_that_has_it() -> None:
         make_request(num_tokens=9, tpot_slo_ms=20.0),
         make_request(num_tokens=4, tpot_slo_ms=40.0),
     ]
-    assert step_slack(make_view((1, 2), requests), 8.0) == (10.0 + 4 * 40 - 105, 40.0)
+    urgent = step_slack(make_view((1, 2), requests), 8.0)
+    assert urgent == (10.0 + 4 * 40 - 105, 0.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reserve_ms"), [(5, 0.1 * 30), (50, 30.0), (900, 30.0)]
+)
+def test_a_request_keeps_up_to_a_mean_prefill_in_reserve(
+    num_tokens: int, reserve_ms: float
+) -> None:
+    view = make_view((1,), [make_request(num_tokens=num_tokens)], mean_stall_ms=30.0)
+    urgent = step_slack(view, 8.0)
+    assert urgent is not None
+    assert urgent.reserve_ms == pytest.approx(reserve_ms)
+    assert urgent.slack_ms == 10.0 + num_tokens * 20.0 - 105.0
+
+
+def test_the_reserve_is_never_more_than_four_tokens() -> None:
+    view = make_view((1,), [make_request(num_tokens=900)], mean_stall_ms=5000.0)
+    urgent = step_slack(view, 8.0)
+    assert urgent is not None
+    assert urgent.reserve_ms == 4 * 20.0
+
+
+def test_with_progress_deadlines_and_before_the_first_token_nothing_is_kept() -> None:
+    begun, waiting = make_request(num_tokens=90), make_request(first_token_ms=None)
+    for view in (
+        make_view((1,), [begun], params=PROGRESS, mean_stall_ms=30.0),
+        make_view((1,), [waiting], mean_stall_ms=30.0),
+    ):
+        urgent = step_slack(view, 8.0)
+        assert urgent is not None
+        assert urgent.reserve_ms == 0.0
+
+
+def test_who_has_the_least_beyond_its_reserve_is_urgent() -> None:
+    young = make_request(num_tokens=6, schedule_origin_ms=10.0)
+    old = make_request(num_tokens=60, schedule_origin_ms=10.0 - 53 * 20.0)
+    view = make_view((1, 1), [young, old], mean_stall_ms=100.0)
+    urgent = step_slack(view, 8.0)
+    assert urgent is not None
+    assert (urgent.slack_ms, urgent.reserve_ms) == (45.0, 80.0)
 
 
 def test_slack_does_not_depend_on_how_far_behind_a_branch_is() -> None:

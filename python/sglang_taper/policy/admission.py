@@ -76,12 +76,12 @@ class TaperPolicy:
     """Fill the step with extra branches while it fits the slack budget (TAPER).
 
     Budget: `max(T0, (1 - stall_share) * max(T0 + rho * max(0, slack - T0), pace))`
-    with T0 the predicted S0, `slack` and the TPOT of who has it from `step_slack`.
-    `pace` is for `schedule` deadlines, `min(slack, (1 - error) * TPOT)` with the
-    model's error: a step of that length uses up nothing that was saved, so rho has
-    nothing to ration. Extra rows come in the order of marginal utility per predicted
-    marginal millisecond, ties longest waiting first, up to the first one that does not
-    fit. Replanned from scratch at every step. Raises FieldError for an unknown
+    with T0 the predicted S0, `slack` (less its reserve) and the TPOT of who has it
+    from `step_slack`. `pace` is for `schedule` deadlines, `min(slack, (1 - error) *
+    TPOT)` with the model's error: a step of that length uses up nothing that was saved,
+    so rho has nothing to ration. Extra rows come in the order of marginal utility per
+    predicted marginal millisecond, ties longest waiting first, up to the first one that
+    does not fit. Replanned from scratch at every step. Raises FieldError for an unknown
     `params.utility`.
     """
 
@@ -93,13 +93,12 @@ def _slack_budget(step: StepView, baseline_ms: float) -> Budget:
     urgent = step_slack(step, baseline_ms)
     if urgent is None:
         return Budget(None, None)
-    slack_ms, tpot_slo_ms = urgent
-    spare_ms = max(0.0, slack_ms - baseline_ms)
-    wanted_ms = baseline_ms + step.params.slack_fraction * spare_ms
+    free_ms = urgent.slack_ms - urgent.reserve_ms
+    wanted_ms = baseline_ms + step.params.slack_fraction * max(0, free_ms - baseline_ms)
     if step.params.deadline == SCHEDULE:
-        pace_ms = (1 - step.model.error) * tpot_slo_ms
-        wanted_ms = max(wanted_ms, min(slack_ms, pace_ms))
-    return Budget(max(baseline_ms, (1 - step.stall_share) * wanted_ms), slack_ms)
+        pace_ms = (1 - step.model.error) * urgent.tpot_slo_ms
+        wanted_ms = max(wanted_ms, min(free_ms, pace_ms))
+    return Budget(max(baseline_ms, (1 - step.stall_share) * wanted_ms), urgent.slack_ms)
 
 
 class PublishedTaperPolicy:

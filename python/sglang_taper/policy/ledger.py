@@ -6,7 +6,12 @@ from operator import itemgetter
 
 from sglang_taper.policy.filling import Budget, plan_within
 from sglang_taper.policy.latency import predict_ms
-from sglang_taper.policy.slack import SCHEDULE, deadline_ms, reported_slack_ms
+from sglang_taper.policy.slack import (
+    MAX_RESERVE_TOKENS,
+    SCHEDULE,
+    deadline_ms,
+    reported_slack_ms,
+)
 from sglang_taper.policy.types import AdmissionPlan, RequestView, StepView
 
 # A lead is spent over so many steps. Longer makes the width swing, and a stall that
@@ -16,7 +21,6 @@ HORIZON_STEPS = 8
 # prefill at the wrong moment: so requests are kept ahead of schedule by the length of
 # a few stalls, more the longer they have lived, but never by many tokens.
 RESERVE_STALLS, RESERVE_STALLS_PER_TOKEN = 3.0, 0.01
-MAX_RESERVE_TOKENS = 4.0
 # Share of its TTFT SLO after which a request that waits for room weighs on the others.
 YIELD_FROM = 0.5
 

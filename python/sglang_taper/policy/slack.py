@@ -19,6 +19,11 @@ from typing import NamedTuple, Protocol
 from sglang_taper.policy.types import RequestView, StepView
 
 SCHEDULE, PROGRESS = "schedule", "progress"
+# A mean TPOT just above its target is a miss, and what pushes a request over it is a
+# prefill at the wrong moment. So after 50 tokens a request keeps the length of a mean
+# prefill in hand, before that a part of it, but never many tokens.
+RESERVE_STALLS, RESERVE_STALLS_PER_TOKEN = 1.0, 0.02
+MAX_RESERVE_TOKENS = 4.0
 
 
 class Progress(Protocol):
@@ -81,15 +86,19 @@ def reported_slack_ms(slack_ms: float, tpot_slo_ms: float) -> float:
 
 
 class Slack(NamedTuple):
-    """The smallest slack of the requests worth protecting, as `reported_slack_ms`, and
-    the TPOT SLO of the request that has it."""
+    """The most urgent of the requests worth protecting: its slack (as
+    `reported_slack_ms`), what of it is kept in reserve, and its TPOT SLO."""
 
     slack_ms: float
+    reserve_ms: float
     tpot_slo_ms: float
 
 
 def step_slack(view: StepView, baseline_ms: float) -> Slack | None:
     """How much time the step has until the most urgent deadline worth keeping.
+
+    With `schedule` deadlines each request keeps a reserve for the next prefill, and
+    the most urgent is the one with the least slack beyond that.
 
     `baseline_ms` is the predicted S0. A request is not protected, because holding
     the others at S0 would cost them and not save it, when
@@ -101,9 +110,12 @@ def step_slack(view: StepView, baseline_ms: float) -> Slack | None:
     None when no request is protected: then nothing limits the step.
     """
     cumulative = view.params.deadline == SCHEDULE
-    worst_ms, worst_tpot_ms = math.inf, 0.0
+    most_ms = RESERVE_STALLS * view.mean_stall_ms
+    token_ms = RESERVE_STALLS_PER_TOKEN * view.mean_stall_ms
+    worst_ms, worst_reserve_ms, worst_tpot_ms = math.inf, 0.0, 0.0
     for request in view.requests:
         tpot_ms, first_ms = request.tpot_slo_ms, request.first_token_ms
+        reserve_ms = 0.0
         ttft_due_ms = request.arrival_ms + request.ttft_slo_ms
         if first_ms is None:
             slack_ms = ttft_due_ms - view.now_ms
@@ -114,14 +126,18 @@ def step_slack(view: StepView, baseline_ms: float) -> Slack | None:
             due_ms = request.schedule_origin_ms + request.num_tokens * tpot_ms
             slack_ms = due_ms - view.now_ms
             protected = slack_ms >= 0 or is_recoverable(request, slack_ms, baseline_ms)
+            if token_ms:
+                saved_ms = min(request.num_tokens * token_ms, most_ms)
+                reserve_ms = min(saved_ms, MAX_RESERVE_TOKENS * tpot_ms)
         else:
             slack_ms = request.last_progress_ms + tpot_ms - view.now_ms
             protected = tpot_ms >= _with_stalls(baseline_ms, view.stall_share)
-        if protected and slack_ms < worst_ms:
-            worst_ms, worst_tpot_ms = slack_ms, tpot_ms
+        if protected and slack_ms - reserve_ms < worst_ms - worst_reserve_ms:
+            worst_ms, worst_reserve_ms, worst_tpot_ms = slack_ms, reserve_ms, tpot_ms
     if worst_ms == math.inf:
         return None
-    return Slack(reported_slack_ms(worst_ms, worst_tpot_ms), worst_tpot_ms)
+    reported_ms = reported_slack_ms(worst_ms, worst_tpot_ms)
+    return Slack(reported_ms, worst_reserve_ms, worst_tpot_ms)
 
 
 def most_urgent(view: StepView) -> tuple[RequestView, float]:
