@@ -48,6 +48,12 @@ def test_what_the_model_errs_is_kept_back() -> None:
     assert answer.budget_ms == pytest.approx(0.9 * 0.8 * TPOT_MS)
 
 
+def test_nobody_is_given_up_because_the_model_errs() -> None:
+    model = msgspec.structs.replace(MODEL, error=0.6)
+    answer = ledger(ahead(0.0), model=model)
+    assert (answer.rows, answer.budget_ms) == ([0], answer.baseline_ms)
+
+
 @pytest.mark.parametrize(("num_tokens", "stalls"), [(100, 1.0), (300, 3.0), (900, 3.0)])
 def test_a_reserve_of_up_to_three_stalls_grows_with_the_request(
     num_tokens: int, stalls: float

@@ -32,18 +32,17 @@ class LedgerPolicy:
     `lead = origin + (k - 1) * TPOT - now` (`origin` as in `RequestView`), and the
     next step may take
 
-        allowance = (1 - stall_share) * (1 - error)
-                    * (TPOT + (lead - reserve) / HORIZON_STEPS)
+        allowance = (1 - stall_share) * (TPOT + (lead - reserve) / HORIZON_STEPS)
 
-    with the `error` of the model's predictions, and a reserve that grows to
-    RESERVE_STALLS mean stalls. The budget is the smallest allowance, S0 at least,
-    divided by `1 - y`: y grows from 0 to 1 while a request that waits for room uses up
-    the last part of its TTFT SLO, and those that have room are protected less and
-    less. A request is left out when its TTFT is missed and when it is so late that no
-    step is short enough for its allowance. When S0 is longer than the TPOT of some
-    requests, those of them whose lead lasts to their end are protected if they are at
-    least half of them, else none is. If all are left out, nothing limits the step.
-    Raises FieldError for an unknown `params.utility`.
+    with a reserve that grows to RESERVE_STALLS mean stalls. The budget is the smallest
+    allowance times `1 - error` of the model, S0 at least, divided by `1 - y`: y grows
+    from 0 to 1 while a request that waits for room uses up the last part of its TTFT
+    SLO, and those that have room are protected less and less. A request is left out
+    when its TTFT is missed and when it is so late that no step is short enough for its
+    allowance. When S0 is longer than the TPOT of some requests, those of them whose
+    lead lasts to their end are protected if they are at least half of them, else none
+    is. If all are left out, nothing limits the step. Raises FieldError for an unknown
+    `params.utility`.
     """
 
     def plan(self, step: StepView) -> AdmissionPlan:
@@ -60,6 +59,8 @@ def allowed_budget(step: StepView, baseline_ms: float) -> Budget:
         return Budget(None, None)
     allowed_ms, request = tightest
     slack_ms = deadline_ms(request, SCHEDULE) - step.now_ms
+    # Only here: whom a step is too long for does not depend on how sure that is.
+    allowed_ms *= 1 - step.model.error
     return Budget(
         max(baseline_ms, allowed_ms / (1 - max(0.0, yielding))),
         reported_slack_ms(slack_ms, request.tpot_slo_ms),
@@ -104,8 +105,7 @@ def allowance_ms(request: RequestView, step: StepView) -> float | None:
     stalls = min(RESERVE_STALLS, RESERVE_STALLS_PER_TOKEN * request.num_tokens)
     reserve_ms = min(stalls * step.mean_stall_ms, MAX_RESERVE_TOKENS * tpot_ms)
     spare_ms = (lead_ms - reserve_ms) / HORIZON_STEPS
-    share = (1 - step.stall_share) * (1 - step.model.error)
-    return share * (tpot_ms + spare_ms)
+    return (1 - step.stall_share) * (tpot_ms + spare_ms)
 
 
 def _lead_ms(request: RequestView, now_ms: float) -> float | None:
