@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_policies_are_spelled_as_for_goodput() -> None:
     assert short == long != eager
 
 
+def test_a_policy_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(FieldError, match="every policy once"):
+        options("--policies", "off,eager,off")
+
+
+def test_a_file_that_can_not_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(tmp_path / "nosuch" / "x.json")
+    assert cli.main(["simulate", *SMALL, "--json", where]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
 # -- machines
 
 
@@ -70,6 +84,12 @@ def test_a_profile_of_a_server_is_a_machine_without_prefill_costs() -> None:
     [
         ({"prefill": {"a_ms": 1.0}}, "ms_per_token"),
         ({"prefill": {"a_ms": 1.0, "ms_per_token": 1.0, "b": 2}}, "b"),
+        ({"prefill": {"a_ms": -1.0, "ms_per_token": 1.0}}, "a_ms"),
+        ({"prefill": {"a_ms": 1.0, "ms_per_token": 1e308}}, "ms_per_token"),
+        ({"prefill": {"a_ms": math.inf, "ms_per_token": 1.0}}, "a_ms"),
+        ({"group_ms": math.nan}, "group_ms"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"max_kv_tokens": -5.0}, "max_kv_tokens"),
         ({"speed": 3}, "speed"),
         ({"a_ms": -1.0}, "a_ms"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sglang_taper.errors import FieldError
 from sglang_taper.sim.cases import run_exact_cases
 from sglang_taper.sim.options import SimulateOptions
 from sglang_taper.sim.sweep import run_sweep
@@ -26,7 +27,12 @@ _COLUMNS = (
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Runs what the flags say. Side effects: prints; writes `--json`."""
+    """Runs what the flags say. Side effects: prints; writes `--json`.
+
+    Raises FieldError for a value that is not acceptable.
+    """
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise FieldError("--json", args.json, "a file in a folder that exists")
     if args.exact_cases:
         facts: dict[str, Any] = {"cases": run_exact_cases()}
         print("\n".join(map(_case_line, facts["cases"])))

@@ -12,23 +12,28 @@ import json
 import math
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from sglang_taper.errors import FieldError
-from sglang_taper.policy.latency import SIMULATOR_KEYS, StepLatencyModel
+from sglang_taper.policy.latency import (
+    MAX_STEP_MS,
+    SIMULATOR_KEYS,
+    StepLatencyModel,
+)
 from sglang_taper.policy.types import LatencyCoefficients
 
 _FOLDER = "sglang_taper.sim.profiles"
+_Cost = Annotated[float, msgspec.Meta(ge=0, le=MAX_STEP_MS)]
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Duration of a prefill step of n tokens: `a + max(min, per_token * n)` ms."""
 
-    a_ms: float
-    ms_per_token: float
-    min_ms: float = 0.0
+    a_ms: _Cost
+    ms_per_token: _Cost
+    min_ms: _Cost = 0.0
 
     @property
     def costs(self) -> bool:
@@ -45,9 +50,9 @@ class Machine(msgspec.Struct, frozen=True):
     decode: LatencyCoefficients
     prefill: Prefill = Prefill(0.0, 0.0)
     source: str = ""
-    group_ms: float = 0.0
-    max_kv_tokens: float = math.inf
-    chunk_tokens: int = 8192
+    group_ms: _Cost = 0.0
+    max_kv_tokens: Annotated[float, msgspec.Meta(ge=1)] = math.inf
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = 8192
 
 
 def profile_names() -> tuple[str, ...]:

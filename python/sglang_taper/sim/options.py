@@ -47,6 +47,8 @@ class SimulateOptions:
         policies = split_policies(args.policies)
         for policy in policies:
             make_policy(str(parse_policy(policy)["policy"]))
+        if len(set(policies)) < len(policies):
+            raise FieldError("--policies", args.policies, "every policy once")
         seeds = _numbers("--seeds", args.seeds, -1e15, 1e15)
         return cls(
             machine=_machine(args),
