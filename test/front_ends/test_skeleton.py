@@ -73,6 +73,12 @@ def test_front_ends_are_made_by_name() -> None:
         registry.make_front_end("sprint")
 
 
+@pytest.mark.parametrize("name", [["threadweaver"], {"a": 1}, 7, True])
+def test_what_is_no_name_at_all_is_refused_like_an_unknown_one(name: object) -> None:
+    with pytest.raises(FieldError, match="skeleton-of-thought, threadweaver"):
+        registry.make_front_end(name)
+
+
 @pytest.mark.parametrize("name", ["threadweaver", "Upper", "", "1st"])
 def test_a_name_that_is_taken_or_not_allowed_is_refused(name: str) -> None:
     with pytest.raises(FieldError, match="front_end"):

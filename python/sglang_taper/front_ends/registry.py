@@ -26,9 +26,12 @@ def register_front_end(name: str, factory: Callable[[], FrontEnd]) -> None:
         raise FieldError("front_end", name, "a name that is not registered yet")
 
 
-def make_front_end(name: str, field: str = "front_end") -> FrontEnd:
-    """A new front end; raises FieldError naming `field` and listing the known names."""
-    if name not in _factories:
+def make_front_end(name: object, field: str = "front_end") -> FrontEnd:
+    """A new front end; raises FieldError naming `field` and listing the known names.
+
+    `name` is whatever a client sent.
+    """
+    if not isinstance(name, str) or name not in _factories:
         raise FieldError(field, name, "one of " + ", ".join(front_end_names()))
     return _factories[name]()
 
